@@ -1,0 +1,1 @@
+"""Recipes and deployment files, shipped as package data."""

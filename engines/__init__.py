@@ -1,0 +1,1 @@
+"""Processes that hold models, and the mathematics inside them."""

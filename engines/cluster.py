@@ -1,0 +1,99 @@
+"""Ray, held at arm's length: connecting to it, naming actors, and waiting for them without losing signals.
+
+A wait polls a future, because `ray.get` swallows SIGTERM; connecting puts the process's signal handlers back, because
+`ray.init` replaces them.
+"""
+
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# Ray listens on every interface, so its token is its lock; it reads the mode while it is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+import ray
+
+NAMESPACE = "milepost"
+CONTROL = "control"  # concurrency group of the methods that answer while an actor works: `@ray.method(concurrency_group=CONTROL)`
+POLL_SECONDS = 0.2
+OBJECT_STORE_BYTES = 256 * 1024 * 1024
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class EngineTimeout(TimeoutError):
+    """An engine did not answer inside its deadline."""
+
+
+def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
+    """Join the Ray cluster at `address`, or start one that ends with this process. Connecting twice is one connection."""
+    if ray.is_initialized():
+        return
+    main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    own: dict[str, Any] = {} if address else {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
+    ray.init(
+        address=address,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+        **own,
+    )
+    if main_thread:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that this process started ends, with its actors."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+def start_actor(actor_class: Any, name: str, *args: Any, num_cpus: float = 0, num_gpus: float = 0, **kwargs: Any) -> Any:
+    """A new actor called `name`, owned by this process, with `abort` and `health` callable while it works.
+
+    Fails at once when the name is taken, so that two runs never share an actor.
+    """
+    remote = ray.remote(
+        num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, max_concurrency=1, concurrency_groups={CONTROL: 2}
+    )(actor_class)
+    return remote.options(name=name, namespace=NAMESPACE).remote(*args, **kwargs)
+
+
+def actor(name: str) -> Any:
+    """The running actor called `name`; LookupError when there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        raise LookupError(f"no engine called {name!r} is running: start the run again") from None
+
+
+def wait(ref: Any, timeout_seconds: float, *, what: str) -> Any:
+    """The value behind `ref`, or EngineTimeout that says `what` was waited for. The actor's own error is raised as it was."""
+    future = ref.future()
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return future.result(timeout=POLL_SECONDS)
+        except concurrent.futures.TimeoutError:
+            if time.monotonic() > deadline:
+                raise EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s") from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause or error from None
+
+
+def wait_all(refs: Sequence[Any], timeout_seconds: float, *, what: str) -> list[Any]:
+    deadline = time.monotonic() + timeout_seconds
+    return [wait(ref, max(0.0, deadline - time.monotonic()), what=what) for ref in refs]
+
+
+def kill(handle: Any) -> None:
+    """End an actor at once, whatever it is doing."""
+    ray.kill(handle, no_restart=True)

@@ -1,0 +1,124 @@
+"""What callers may ask of an engine. An embedded engine, a fake and a real one cannot be told apart through these."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from milepost.storage.tables import TableRef
+
+PauseMode = Literal["retract", "in_place", "abort"]
+Role = Literal["policy", "reference"]
+
+
+@dataclass(frozen=True, order=True)
+class WeightVersion:
+    """Weights after `step` trained steps (0: as loaded), and the digest of their content (see engines/digest.py)."""
+
+    step: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.step}-{self.digest[:16]}"
+
+    @staticmethod
+    def parse(text: str) -> "WeightVersion":
+        """The version an engine stamped on a sample; its digest has 16 digits."""
+        step, _, digest = text.partition("-")
+        if not step.isdigit() or not digest:
+            raise ValueError(f"{text!r} is not a weight version, expected 'STEP-DIGEST'")
+        return WeightVersion(int(step), digest)
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Weights to load: a Hugging Face folder of safetensors whose content has `version.digest`."""
+
+    uri: str
+    version: WeightVersion
+
+
+@dataclass(frozen=True)
+class CheckpointRef:
+    """A saved trainer state: its folder, the weights in it, and the key of the last batch applied to them."""
+
+    uri: str
+    version: WeightVersion
+    last_key: str
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One completion wanted, in SGLang's terms. `sampling` is the body of `sampling_params`."""
+
+    sample_id: str
+    input_ids: list[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion. `logprobs` are of the sampled tokens at the request's temperature, one per output id."""
+
+    text: str
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_version_first: WeightVersion
+    weight_version_last: WeightVersion
+
+
+@dataclass(frozen=True)
+class UpdateParams:
+    """The loss of a batch. `params` are its keyword arguments (clip_low, aggregation, ...), with JSON values."""
+
+    loss: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What a step did. `applied` is false when the loss or the gradient was not finite and the weights did not change."""
+
+    key: str
+    applied: bool
+    optimizer_step: int
+    metrics: dict[str, float]
+
+
+class Generate(Protocol):
+    """Data plane: what a rollout function sees."""
+
+    async def __call__(self, request: GenerateRequest) -> Completion: ...
+
+
+class RolloutEngine(Protocol):
+    """Control plane of one rollout engine. Generation itself goes over HTTP to `url`."""
+
+    def url(self) -> str: ...
+    def weight_version(self) -> WeightVersion | None: ...
+    def pause(self, mode: PauseMode) -> None: ...
+    def resume(self) -> None: ...
+    def load_weights(self, source: WeightSource) -> WeightVersion: ...
+    def release_memory(self) -> None: ...
+    def resume_memory(self) -> None: ...
+
+
+class TrainEngine(Protocol):
+    """A model under training, over any number of ranks."""
+
+    def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
+        """The batch with `old_logprobs` (policy) or `ref_logprobs` (reference) filled, written under `uri`.
+
+        Log-probabilities are taken at the temperature the engine was built with, the one samples are drawn at.
+        """
+        ...
+
+    def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
+        """One optimizer step on the whole batch. A key that was applied before returns its recorded result."""
+        ...
+
+    def save(self, uri: str) -> CheckpointRef: ...
+    def restore(self, ref: CheckpointRef) -> None: ...
+
+    def weights(self, uri: str, step: int) -> WeightSource:
+        """Export the weights as a Hugging Face folder at `uri`, as version `step`."""
+        ...

@@ -1,0 +1,1 @@
+"""One URL in front of many rollout engines."""

@@ -1,0 +1,121 @@
+"""Atomic files on any fsspec filesystem: a reader sees the whole of a file or none of it.
+
+Local files go through a temporary file, fsync and a hard link or rename; object stores through one `pipe_file` call, because
+opening for write publishes a partial file when the writer dies.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+
+class AlreadyPublished(FileExistsError):
+    """The file exists and `overwrite` was not asked for: somebody else published first."""
+
+
+def filesystem(uri: str) -> tuple[Any, str]:
+    """The fsspec filesystem of `uri` and the path on it."""
+    fs, path = fsspec.core.url_to_fs(uri)
+    return fs, str(path)
+
+
+def is_local(uri: str) -> bool:
+    return type(filesystem(uri)[0]).__name__ == "LocalFileSystem"
+
+
+def join(uri: str, *parts: str) -> str:
+    return "/".join([uri.rstrip("/"), *parts])
+
+
+def digest_of(data: bytes) -> str:
+    """SHA-256 of `data` as 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def publish(uri: str, data: bytes, *, overwrite: bool = False) -> None:
+    """Write `data` so that no reader ever sees a part of it; durable when this returns.
+
+    Raises AlreadyPublished when the file exists and `overwrite` is false.
+    """
+    fs, path = filesystem(uri)
+    if is_local(uri):
+        _publish_local(Path(path), data, overwrite)
+        return
+    try:
+        fs.pipe_file(path, data, mode="overwrite" if overwrite else "create")
+    except FileExistsError as error:
+        raise AlreadyPublished(uri) from error
+
+
+def _publish_local(path: Path, data: bytes, overwrite: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    except FileExistsError as error:
+        raise AlreadyPublished(str(path)) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(uri: str) -> bytes:
+    fs, path = filesystem(uri)
+    data: bytes = fs.cat_file(path)
+    return data
+
+
+def exists(uri: str) -> bool:
+    fs, path = filesystem(uri)
+    return bool(fs.exists(path))
+
+
+def names(uri: str) -> list[str]:
+    """Sorted base names in a folder; empty when there is no such folder. Temporary files are left out."""
+    fs, path = filesystem(uri)
+    fs.invalidate_cache()
+    if not fs.exists(path):
+        return []
+    found = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False))
+    return sorted(name for name in found if not name.startswith("."))
+
+
+def remove_folder(uri: str) -> None:
+    fs, path = filesystem(uri)
+    if fs.exists(path):
+        fs.rm(path, recursive=True)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text. NaN and infinity are refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def publish_json(uri: str, value: Any, *, overwrite: bool = False) -> None:
+    publish(uri, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode(), overwrite=overwrite)
+
+
+def read_json(uri: str) -> Any:
+    return json.loads(read(uri))

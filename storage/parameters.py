@@ -1,0 +1,238 @@
+"""Every parameter of a run: one frozen section per concern, in the order of the DAG.
+
+The docstring under a field is its help text in the Prefect form. Sections are stored in `run.json`, so nothing secret
+belongs in them.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A group of parameters: immutable, and strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model, and how it is split over devices."""
+
+    path: str = ""
+    """Hugging Face model folder, a GGUF file, or `package:NAME` for the GGUF file an installed package ships."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder ships."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each layer's weights; must divide the attention heads and key-value heads."""
+    pipeline_parallel: PositiveInt = 1
+    """Ranks that share the layers as consecutive stages; must divide the number of layers."""
+    data_parallel: PositiveInt = 1
+    """Replicas of the model that each train a share of every batch."""
+    context_length: PositiveInt = 4096
+    """Longest prompt plus response in tokens; longer prompts are set aside and counted."""
+
+
+class DataSection(Section):
+    """Which prompts, and how many of them a step takes."""
+
+    path: str = ""
+    """JSONL or Parquet prompt set; `path@[a:b]` takes a slice of its rows."""
+    input_key: str = "prompt"
+    """Column with the prompt: a string or a list of messages."""
+    label_key: str = "label"
+    """Column with what the reward compares against; may be absent."""
+    metadata_key: str = "metadata"
+    """Column with a JSON object that rewards and rollout functions may read; may be absent."""
+    apply_chat_template: bool = True
+    """Render prompts through the tokenizer's chat template; strings become one user message."""
+    on_bad_line: Literal["stop", "quarantine"] = "stop"
+    """What a malformed line does: stop with file and line, or move to a side file and be counted."""
+    shuffle: bool = True
+    """Order prompts by seed and epoch; off keeps the file's order."""
+    rollout_batch_size: PositiveInt | None = None
+    """Prompts a step."""
+    n_samples_per_prompt: PositiveInt | None = None
+    """Samples of each prompt: the size of a group."""
+    seed: NonNegativeInt = 0
+    """Seed of the prompt order, of sampling and of the trainer."""
+
+
+class RolloutSection(Section):
+    """How samples are generated."""
+
+    function: str = "single_turn"
+    """Rollout function: a built-in, an entry point, or `pkg.mod:fn`."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer computes log-probabilities at the same temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: smallest set of tokens with this probability."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 for all."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    shards: PositiveInt = 4
+    """Slices of a step that are generated, scored and retried independently."""
+    concurrency: PositiveInt = 128
+    """Requests in flight per shard."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Deadline of one generation request."""
+
+
+class RewardSection(Section):
+    """How samples are scored."""
+
+    name: str = "math"
+    """Reward: a built-in, an entry point, or `pkg.mod:fn`."""
+    options: dict[str, str | float | int | bool] = {}
+    """Keyword arguments for the reward."""
+    timeout_seconds: PositiveFloat = 10.0
+    """Time limit for one sample; past it the reward is null with reason `timeout`."""
+    workers: PositiveInt = 1
+    """Grader processes."""
+
+
+class FilterSection(Section):
+    """Which groups are trained on."""
+
+    group: str = "none"
+    """Group filter: `none`, `nonzero_std`, an entry point, or `pkg.mod:fn`."""
+    max_rounds: PositiveInt = 1
+    """Rounds of sampling a step may take to collect enough kept groups."""
+    on_too_few: Literal["fail", "train_on_less", "skip_step"] = "train_on_less"
+    """What happens when the rounds are used up and groups are missing."""
+
+
+class AlgorithmSection(Section):
+    """Advantages, loss, and the optimizer steps of a step."""
+
+    advantage: str = "grpo"
+    """Advantage estimator: a built-in, an entry point, or `pkg.mod:fn`."""
+    loss: str = "ppo_clip"
+    """Policy loss: a built-in, an entry point, or `pkg.mod:fn`."""
+    global_batch_size: PositiveInt | None = None
+    """Samples an optimizer step."""
+    num_steps_per_rollout: PositiveInt | None = None
+    """Optimizer steps a step."""
+    normalize_std: bool = True
+    """Divide group advantages by the group's standard deviation."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Lower clip range of the probability ratio: 1 - clip_low."""
+    clip_high: NonNegativeFloat | None = None
+    """Upper clip range, 1 + clip_high; clip_low when empty."""
+    aggregation: Literal["sample_mean", "token_mean", "constant"] = "sample_mean"
+    """How token losses become one number: mean of sample means, mean of tokens, or sum over a constant."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """Where the ratio's denominator comes from: the trainer before the step, or the rollout engine."""
+
+
+class OptimizerSection(Section):
+    """Adam and its schedule."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "warmup"] = "constant"
+    """Learning rate over optimizer steps: constant, or linear from zero over `warmup_steps` and then constant."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    beta1: Fraction = 0.9
+    """Decay of Adam's first moment."""
+    beta2: Fraction = 0.95
+    """Decay of Adam's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's denominator offset."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class PerfSection(Section):
+    """What fits in memory, and how fast it goes."""
+
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    """Tokens of a forward and backward pass on one rank, padding included; longer samples go alone."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations in trainer and engines."""
+    train_threads: NonNegativeInt = 0
+    """CPU threads of each trainer rank; 0 lets torch choose."""
+
+
+class SyncSection(Section):
+    """How new weights reach the rollout engines."""
+
+    transport: Literal["disk"] = "disk"
+    """Weight transport."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Deadline for all engines to load a version."""
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to requests in flight while weights change."""
+
+
+class CheckpointSection(Section):
+    """When state is saved."""
+
+    every_steps: NonNegativeInt = 0
+    """Save trainer state every so many steps; 0 saves only after the last."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept; older ones are removed."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation during training."""
+
+    path: str = ""
+    """Prompt set to evaluate on; empty for none."""
+    every_steps: NonNegativeInt = 0
+    """Evaluate every so many steps, before the first and after the last; 0 for never."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response in tokens; the rollout's when empty."""
+
+
+class EnginesSection(Section):
+    """Which processes hold the models."""
+
+    train: Literal["megatron", "fake"] = "megatron"
+    """Train engine."""
+    rollout: Literal["embedded", "fake"] = "embedded"
+    """Rollout engine: `embedded` serves transformers on a CPU."""
+    rollout_engines: PositiveInt = 1
+    """Rollout engines behind the router."""
+    rollout_threads: NonNegativeInt = 0
+    """CPU threads of each rollout engine; 0 lets torch choose."""
+    max_running_requests: PositiveInt = 64
+    """Requests a rollout engine decodes together."""
+    start_timeout_seconds: PositiveFloat = 300.0
+    """Deadline for an engine to become ready."""
+
+
+class TrackingSection(Section):
+    """Where lineage is indexed."""
+
+    mlflow_uri: str = ""
+    """MLflow tracking URI; empty for the running server, else `mlflow.db` beside the runs."""
+    experiment: str = "milepost"
+    """MLflow experiment."""
+    enabled: bool = True
+    """Record runs in MLflow."""
+
+
+class Parameters(Section):
+    """Every section of a run, as stored in `run.json`."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    filter: FilterSection = FilterSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    perf: PerfSection = PerfSection()
+    sync: SyncSection = SyncSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    engines: EnginesSection = EnginesSection()
+    tracking: TrackingSection = TrackingSection()

@@ -1,0 +1,1 @@
+"""One DAG node each, and the choices of algorithm."""
