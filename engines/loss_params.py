@@ -1,0 +1,59 @@
+"""What a configuration may say about a built-in loss, checked before anything runs."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.engines.divergence import KL_ESTIMATORS
+from milepost.storage.registry import nearest
+
+AGGREGATIONS = ("sample_mean", "token_mean", "constant")
+
+
+@dataclass(frozen=True)
+class LossParams:
+    """What a configuration may say about a built-in loss; one that does not use a parameter ignores it.
+
+    `max_length` is the constant of `aggregation="constant"` (arXiv:2503.20783), `dual_clip` bounds the loss of negative
+    advantages (arXiv:1912.09729), `kl_coef` weighs the divergence from the reference policy, `tau_*` are SAPO's.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    aggregation: str = "sample_mean"
+    max_length: int | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "low_var"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation is {self.aggregation!r}, it must be one of {', '.join(AGGREGATIONS)}")
+        if self.aggregation == "constant" and (self.max_length is None or self.max_length < 1):
+            raise ValueError(
+                f"aggregation 'constant' divides by max_length, which is {self.max_length!r}: set it to 1 or more"
+            )
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(f"clip_low is {self.clip_low!r}, it must be between 0 and 1")
+        if self.clip_high is not None and not self.clip_high >= 0:
+            raise ValueError(f"clip_high is {self.clip_high!r}, it must be 0 or more")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip is {self.dual_clip!r}, it must be more than 1")
+        if self.kl_estimator not in KL_ESTIMATORS:
+            raise ValueError(f"kl_estimator is {self.kl_estimator!r}, it must be one of {', '.join(KL_ESTIMATORS)}")
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        return 1 - self.clip_low, 1 + (self.clip_low if self.clip_high is None else self.clip_high)
+
+
+def loss_params(params: Mapping[str, Any]) -> LossParams:
+    """`params` checked; an unknown name is refused with the nearest known one."""
+    known = [field.name for field in dataclasses.fields(LossParams)]
+    for name in params:
+        if name not in known:
+            raise ValueError(f"unknown loss parameter {name!r}{nearest(name, known)} known: {known}")
+    return LossParams(**params)
