@@ -1,0 +1,152 @@
+"""The data plane over HTTP: one completion from an engine or a router that speaks SGLang's `/generate`.
+
+What comes back is checked here: as many finite log-probabilities as tokens, and a weight version, or it is an error.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import httpx
+
+from milepost.engines.protocols import Completion, GenerateRequest, WeightVersion
+
+FIRST_DELAY_SECONDS = 0.2
+LONGEST_DELAY_SECONDS = 5.0
+ABORT_TIMEOUT_SECONDS = 5.0
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class GenerationFailed(ConnectionError):
+    """No attempt inside the deadline gave an answer; asking again later may."""
+
+
+class RequestRefused(ValueError):
+    """The engine called the request wrong (4xx): asking again cannot help."""
+
+
+def open_client(concurrency: int, *, token: str | None = None) -> httpx.AsyncClient:
+    """A client for `concurrency` requests at a time, past any proxy; the caller closes it. `token` is the router's."""
+    return httpx.AsyncClient(
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency, keepalive_expiry=4.0),
+        headers={"Authorization": f"Bearer {token}"} if token else None,
+        timeout=httpx.Timeout(None, connect=10.0),
+        trust_env=False,
+    )
+
+
+@dataclass(frozen=True)
+class HttpGenerate:
+    """Generate over HTTP. `timeout_seconds` bounds a request with all its `retries`; the caller owns `client`."""
+
+    url: str
+    client: httpx.AsyncClient
+    timeout_seconds: float
+    retries: int = 5
+
+    async def __call__(self, request: GenerateRequest) -> Completion:
+        """The completion of `request`.
+
+        Raises RequestRefused for a 4xx answer, GenerationFailed when every attempt failed, TimeoutError after the
+        deadline (the request is then aborted in the engines), ValueError for an answer that is not sound.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                answer = await self._ask(request)
+        except TimeoutError:
+            await self._abort(request.sample_id)
+            message = f"sample {request.sample_id!r} had no answer within {self.timeout_seconds:g} s and was aborted"
+            raise TimeoutError(message) from None
+        return parse_completion(request.sample_id, answer)
+
+    async def _ask(self, request: GenerateRequest) -> Any:
+        problem = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                await asyncio.sleep(_delay(attempt))
+            try:
+                response = await self._post(request)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+                continue
+            if response.status_code < 400:
+                return _body(request.sample_id, response)
+            problem = f"{response.status_code} {sentence(response)}"
+            if response.status_code < 500:
+                raise RequestRefused(f"sample {request.sample_id!r} was refused by {self.url}: {problem}")
+        attempts = f"{self.retries + 1} attempts" if self.retries else "1 attempt"
+        raise GenerationFailed(f"sample {request.sample_id!r} failed at {self.url} after {attempts}: {problem}")
+
+    async def _post(self, request: GenerateRequest) -> httpx.Response:
+        body = {
+            "rid": request.sample_id,
+            "input_ids": request.input_ids,
+            "sampling_params": request.sampling,
+            "return_logprob": True,
+        }
+        return await self.client.post(f"{self.url}/generate", json=body, timeout=httpx.Timeout(None, connect=10.0))
+
+    async def _abort(self, rid: str) -> None:
+        """Best effort: the closed connection has told the engine already, unless something between them kept it open."""
+        with contextlib.suppress(httpx.HTTPError):
+            await self.client.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=ABORT_TIMEOUT_SECONDS)
+
+
+def _delay(attempt: int) -> float:
+    """Seconds before attempt `attempt`: doubling, and drawn from its upper half so that retries do not come in step."""
+    longest = min(FIRST_DELAY_SECONDS * 2 ** (attempt - 1), LONGEST_DELAY_SECONDS)
+    return random.uniform(longest / 2, longest)
+
+
+def sentence(response: httpx.Response) -> str:
+    """What an error answer says, whichever of the usual shapes it has."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text.strip()[:500] or response.reason_phrase
+    if isinstance(body, dict):
+        found = body.get("error", body.get("message", body.get("detail", body)))
+        return str(found.get("message", found) if isinstance(found, dict) else found)
+    return str(body)
+
+
+def _body(sample_id: str, response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        raise ValueError(f"sample {sample_id!r}: the answer is not JSON: {response.text[:200]!r}") from None
+
+
+def parse_completion(sample_id: str, answer: Any) -> Completion:
+    """SGLang's answer as a Completion; ValueError names the sample and what is wrong with it."""
+    try:
+        meta = answer["meta_info"]
+        pairs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+        kind = meta["finish_reason"]["type"]
+        last = WeightVersion.parse(meta["weight_version"])
+        first = WeightVersion.parse(meta.get("weight_version_first") or meta["weight_version"])
+        ids = [int(token) for token in answer.get("output_ids", [token for _, token in pairs])]
+        text = str(answer["text"])
+    except KeyError as error:
+        raise ValueError(f"sample {sample_id!r}: the answer has no {error}") from None
+    except (TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"sample {sample_id!r}: the answer is not SGLang's: {error}") from None
+    if kind not in ("stop", "length", "abort"):
+        raise ValueError(f"sample {sample_id!r}: finish reason {kind!r} is none of stop, length, abort")
+    logprobs = _checked_logprobs(sample_id, ids, pairs)
+    return Completion(text, ids, logprobs, cast(FinishReason, kind), first, last)
+
+
+def _checked_logprobs(sample_id: str, ids: list[int], pairs: list[tuple[Any, Any]]) -> list[float]:
+    if len(ids) != len(pairs):
+        raise ValueError(f"sample {sample_id!r}: {len(ids)} tokens came with {len(pairs)} log-probabilities")
+    for position, (token, (logprob, of)) in enumerate(zip(ids, pairs, strict=True)):
+        if token != of:
+            raise ValueError(f"sample {sample_id!r}: token {position} is {token}, its log-probability is of {of}")
+        if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            raise ValueError(f"sample {sample_id!r}: token {position} has the log-probability {logprob}")
+    return [float(logprob) for logprob, _ in pairs]
