@@ -1,7 +1,7 @@
 """Policy losses on padded `[batch, time]` tensors, and how token losses become one number.
 
-Denominators are global over the optimizer batch, so losses and metrics are additive shares: summed over micro-batches and
-ranks they are the values of the whole batch, however it was split. A masked position is read by nothing.
+Denominators are global over the optimizer batch, so losses and metrics are additive shares: summed over micro-batches
+and ranks they are the values of the whole batch, however it was split. A masked position is read by nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -162,7 +162,7 @@ def gspo(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
 
 
 def cispo(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
-    """Log-probabilities weighted by a clipped ratio without gradient (arXiv:2506.13585); `clip_low=1` is no lower bound."""
+    """Log-probabilities weighted by a clipped ratio without gradient (arXiv:2506.13585); `clip_low=1` lifts the floor."""
     batch, options = _batch(inputs), loss_params(params)
     ratio = _ratio(batch.log_ratio).detach()
     weight = ratio.clamp(*options.ratio_range)

@@ -1,0 +1,30 @@
+"""What a reward function is given, and what it says: both are plain records that travel as JSON."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to score. `prompt` is a string or a list of messages; `label` is the prompt set's JSON value."""
+
+    prompt: Any
+    response: str
+    label: Any
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The score of one response; None when it cannot be scored, and then `reason` says why.
+
+    `parts` are named components, `extracted` the answer that was compared, `grader` the reward's name and the hash of its
+    code. A reward function leaves `grader` and `seconds` to the caller.
+    """
+
+    score: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    grader: str = ""
+    seconds: float = 0.0
+    extracted: str | None = None
