@@ -1,0 +1,271 @@
+"""The index of runs in MLflow: what a record of storage/lineage_records.py becomes there.
+
+Sending is idempotent: what is created carries the record's `uid` as a tag and is found by it the next time. Always through
+a client with explicit run ids, because MLflow's active run differs between threads. The only file that knows MLflow.
+"""
+
+import json
+import logging
+import os
+import posixpath
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from milepost.storage import files
+from milepost.storage.lineage_records import checkpoint_id, step_id
+from milepost.storage.outbox import DeliveryFailed, Record, RecordRefused
+
+PREFIX = "milepost."
+UID = PREFIX + "uid"
+PARENT_MODEL = PREFIX + "parent_model_id"
+
+# Limits of MLflow, which cuts longer values in silence or refuses them; a name leaves room for a prefix.
+NAME_CHARACTERS = 200
+PARAM_CHARACTERS = 500
+TAG_CHARACTERS = 5000
+DIGEST_CHARACTERS = 36
+BATCH = 100
+
+_ILLEGAL = re.compile(r"[^/\w.\- :]")
+_ILLEGAL_IN_MODEL = re.compile(r"[/:.%\"'\s]")
+
+
+def sqlite_uri(folder: str) -> str:
+    """The tracking URI of the database in a local folder."""
+    return f"sqlite:///{Path(folder).absolute() / 'mlflow.db'}"
+
+
+def artifact_location(tracking_uri: str) -> str | None:
+    """Where artifacts go: beside a local database, or wherever a server says (None)."""
+    if not tracking_uri.startswith("sqlite:///"):
+        return None
+    return str(Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
+
+
+def legal_name(name: str) -> str:
+    """`name` itself where MLflow takes it, else a legal name that no other name is mapped to."""
+    parts = [part for part in _ILLEGAL.sub("_", name).split("/") if part not in ("", ".", "..")]
+    legal = posixpath.join("", *parts)
+    if legal == name and len(name) <= NAME_CHARACTERS:
+        return name
+    return f"{legal[: NAME_CHARACTERS - 9] or 'name'}-{files.digest_of(name.encode(errors='surrogatepass'))[:8]}"
+
+
+def flatten(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """`section.field` and its value as text, cut to what MLflow keeps."""
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{prefix}{key}", text[:PARAM_CHARACTERS]
+
+
+def _aliases(names: Mapping[str, Any]) -> dict[str, str]:
+    """Tags that give the real name of every metric or parameter that had to be renamed."""
+    legal = {name: legal_name(name) for name in names}
+    return {f"{PREFIX}alias.{new}": name for name, new in legal.items() if new != name}
+
+
+def _tags(tags: Mapping[str, str]) -> dict[str, str]:
+    return {f"{PREFIX}{legal_name(name)}": value[:TAG_CHARACTERS] for name, value in tags.items()}
+
+
+def _batches(items: list[Any]) -> Iterator[list[Any]]:
+    for start in range(0, len(items), BATCH):
+        yield items[start : start + BATCH]
+
+
+def _open(tracking_uri: str) -> Any:
+    """A client of `tracking_uri` that gives up soon, tells nobody about its use, and does not log its migrations."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri)
+
+
+def _experiment(client: Any, name: str, location: str | None) -> str:
+    """The id of an experiment, created when there is none."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return str(client.create_experiment(name, artifact_location=location))
+    if found.lifecycle_stage != "active":
+        raise DeliveryFailed(f"MLflow experiment {name!r} is deleted: restore it or choose another tracking.experiment")
+    return str(found.experiment_id)
+
+
+class Lineage:
+    """Sends records to one experiment. The first `send` imports and reaches MLflow, in whatever thread that is."""
+
+    def __init__(self, tracking_uri: str, *, experiment: str = "milepost") -> None:
+        self.tracking_uri = tracking_uri
+        self.experiment = experiment
+        self._client: Any = None
+        self._experiment_id = ""
+        self._runs: dict[str, str] = {}
+
+    def send(self, record: Record) -> None:
+        """Bring one record into MLflow; DeliveryFailed when it cannot be now, RecordRefused when it never can."""
+        kinds = {
+            "run": self._send_run,
+            "resume": self._send_resume,
+            "step": self._send_step,
+            "checkpoint": self._send_checkpoint,
+            "end": self._send_end,
+        }
+        if record.get("kind") not in kinds:
+            raise RecordRefused(f"unknown kind of record {record.get('kind')!r}; known: {sorted(kinds)}")
+        import requests
+        import sqlalchemy.exc
+        from mlflow.exceptions import MlflowException
+
+        try:
+            if self._client is None:
+                client = _open(self.tracking_uri)
+                location = artifact_location(self.tracking_uri)
+                self._experiment_id = _experiment(client, self.experiment, location)
+                self._client = client
+            kinds[record["kind"]](record)
+        except KeyError as error:
+            raise RecordRefused(f"record {record.get('id')!r} has no {error}") from error
+        except MlflowException as error:
+            refused = error.error_code == "INVALID_PARAMETER_VALUE"
+            raise (RecordRefused if refused else DeliveryFailed)(f"MLflow at {self.tracking_uri}: {error}") from error
+        except (requests.RequestException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+            raise DeliveryFailed(f"MLflow at {self.tracking_uri}: {error}") from error
+
+    def _send_run(self, record: Record) -> None:
+        run = self._run(record, "run")
+        text = files.canonical_json(record["parameters"])
+        params = dict(flatten(record["parameters"]))
+        tags = _tags(record["tags"] | {"parameters_sha256": files.digest_of(text.encode())}) | _aliases(params)
+        if record["parent_run"]:
+            tags[PREFIX + "parent_run"] = record["parent_run"]
+        if "commit" in record["tags"]:
+            tags["mlflow.source.git.commit"] = record["tags"]["commit"]
+        self._log(run, tags=tags, params={legal_name(name): value for name, value in params.items()})
+        self._client.log_dict(run, record["parameters"], "run.json")
+
+    def _send_resume(self, record: Record) -> None:
+        self._client.update_run(self._run(record, "run"), status="RUNNING")
+
+    def _send_step(self, record: Record) -> None:
+        run, parent = self._run(record, record["id"], step=record["step"]), self._run(record, "run")
+        metrics = record["metrics"] | {"nonfinite_metrics": float(len(record["nonfinite"]))}
+        tags = {f"nonfinite.{name}": value for name, value in record["nonfinite"].items()}
+        self._log(run, tags=_tags(record["tags"] | tags))
+        for each in (run, parent):
+            self._log(each, tags=_aliases(metrics), metrics=metrics, step=record["step"], time_ms=record["time_ms"])
+        self._client.log_inputs(run, datasets=[_dataset(name, table) for name, table in record["tables"].items()])
+        self._client.set_terminated(run, "FINISHED", end_time=record["time_ms"])
+
+    def _send_checkpoint(self, record: Record) -> None:
+        from mlflow.entities import LoggedModelInput, LoggedModelOutput
+
+        run = self._run(record, step_id(record["step"]), step=record["step"])
+        parent = None if record["parent"] is None else self._model(_sibling(record, checkpoint_id(record["parent"])))
+        model = self._model(record["uid"]) or self._create_model(record, run, parent)
+        self._client.finalize_logged_model(model, "READY")
+        if parent:
+            self._client.log_inputs(run, models=[LoggedModelInput(parent)])
+        if model not in [output.model_id for output in self._client.get_run(run).outputs.model_outputs]:
+            self._client.log_outputs(run, [LoggedModelOutput(model, record["step"])])
+
+    def _send_end(self, record: Record) -> None:
+        run = self._run(record, "run")
+        if record["reason"]:
+            self._log(run, tags=_tags({"reason": record["reason"]}))
+        self._client.set_terminated(run, record["status"], end_time=record["time_ms"])
+
+    def _run(self, record: Record, name: str, *, step: int | None = None) -> str:
+        """The MLflow run for the record called `name` in the outbox of `record`; a step's is nested in the run's."""
+        uid = _sibling(record, name)
+        if uid not in self._runs:
+            found = self._client.search_runs([self._experiment_id], f"tags.`{UID}` = '{uid}'", max_results=1)
+            self._runs[uid] = found[0].info.run_id if found else self._create_run(record, name, uid, step)
+        return self._runs[uid]
+
+    def _create_run(self, record: Record, name: str, uid: str, step: int | None) -> str:
+        tags = {UID: uid, PREFIX + "run_id": record["run_id"]}
+        title = record["run_id"]
+        if step is not None:
+            tags |= {"mlflow.parentRunId": self._run(record, "run"), PREFIX + "step": str(step)}
+            title = f"{record['run_id']}/{name}"
+        run = self._client.create_run(self._experiment_id, start_time=record["time_ms"], tags=tags, run_name=title)
+        return str(run.info.run_id)
+
+    def _model(self, uid: str) -> str | None:
+        """The id of the logged model that carries `uid`."""
+        found = self._client.search_logged_models([self._experiment_id], f"tags.`{UID}` = '{uid}'", max_results=1)
+        return str(found[0].model_id) if found else None
+
+    def _create_model(self, record: Record, run: str, parent: str | None) -> str:
+        """An external logged model: MLflow knows where the checkpoint is and holds none of it."""
+        tags = {name: str(record[name]) for name in ("run_id", "version", "uri", "weights_version", "step")}
+        tags |= {f"table.{number}": table["digest"] for number, table in enumerate(record["tables"])}
+        external = {UID: record["uid"], "mlflow.model.isExternal": "true"} | ({PARENT_MODEL: parent} if parent else {})
+        model = self._client.create_logged_model(
+            self._experiment_id,
+            name=_ILLEGAL_IN_MODEL.sub("_", f"{record['run_id']}-v{record['version']}"),
+            source_run_id=run,
+            tags=_tags(tags) | external,
+        )
+        _write_model_file(self._client, model)
+        return str(model.model_id)
+
+    def _log(
+        self,
+        run: str,
+        *,
+        tags: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        step: int = 0,
+        time_ms: int = 0,
+    ) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        for tag_batch in _batches([RunTag(name, value) for name, value in (tags or {}).items()]):
+            self._client.log_batch(run, tags=tag_batch)
+        for param_batch in _batches([Param(name, value) for name, value in (params or {}).items()]):
+            self._client.log_batch(run, params=param_batch)
+        points = [Metric(legal_name(name), value, time_ms, step) for name, value in (metrics or {}).items()]
+        for metric_batch in _batches(points):
+            self._client.log_batch(run, metrics=metric_batch)
+
+
+def _sibling(record: Record, name: str) -> str:
+    """The uid of the record called `name` in the outbox that `record` came through."""
+    return f"{record['uid'].rpartition('/')[0]}/{name}"
+
+
+def _dataset(name: str, table: Mapping[str, Any]) -> Any:
+    """A table as MLflow knows data: name, place and digest. Its digest is short, so the full one is in source and tag."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = {"uri": table["uri"], "sha256": table["digest"]}
+    dataset = Dataset(
+        name=name,
+        digest=table["digest"][:DIGEST_CHARACTERS],
+        source_type="local" if files.is_local(table["uri"]) else table["uri"].partition(":")[0],
+        source=json.dumps(source),
+        profile=json.dumps({"rows": table["rows"], "schema": table["schema"]}),
+    )
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", name), InputTag(PREFIX + "sha256", table["digest"])])
+
+
+def _write_model_file(client: Any, model: Any) -> None:
+    """The `MLmodel` file without which MLflow refuses to register an external model."""
+    from mlflow.models.model import MLMODEL_FILE_NAME
+    from mlflow.models.utils import get_external_mlflow_model_spec
+
+    with tempfile.TemporaryDirectory() as folder:
+        get_external_mlflow_model_spec(model).save(str(Path(folder) / MLMODEL_FILE_NAME))
+        client.log_model_artifacts(model.model_id, folder)

@@ -1,0 +1,89 @@
+"""What lineage says of a run, as plain JSON: records that travel through the outbox and are read by storage/lineage.py.
+
+Every record has `kind`, `id` (unique in its run), `run_id` and `time_ms`; the rest is in the function that builds it.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from milepost.storage.outbox import Record
+from milepost.storage.tables import TableRef
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+Tags = Mapping[str, str | int | float]
+
+
+def _record(kind: str, name: str, run_id: str, **content: Any) -> Record:
+    return {"kind": kind, "id": name, "run_id": run_id, "time_ms": int(time.time() * 1000), **content}
+
+
+def step_id(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def checkpoint_id(version: int) -> str:
+    return f"checkpoint-{version:06d}"
+
+
+def run_record(run_id: str, *, parameters: Mapping[str, Any], tags: Tags, parent_run: str = "") -> Record:
+    """A run begins: `parameters` as in `run.json`, `tags` such as its commit, `parent_run` the run it continues."""
+    return _record("run", "run", run_id, parameters=dict(parameters), tags=_texts(tags), parent_run=parent_run)
+
+
+def resume_record(run_id: str) -> Record:
+    """A run that had ended goes on."""
+    return _record("resume", f"resume-{time.time_ns()}", run_id)
+
+
+def step_record(
+    run_id: str, step: int, *, metrics: Mapping[str, float], tables: Mapping[str, TableRef], tags: Tags
+) -> Record:
+    """A step is done: its numbers, the tables it read and wrote by name, and `tags` such as weights version in and out.
+
+    A metric that is not finite cannot be JSON, nor a point of a curve: its name goes to `nonfinite` with what it was.
+    """
+    finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    nonfinite = {name: str(float(value)) for name, value in metrics.items() if name not in finite}
+    refs = {name: asdict(ref) for name, ref in tables.items()}
+    return _record(
+        "step", step_id(step), run_id, step=step, metrics=finite, nonfinite=nonfinite, tables=refs, tags=_texts(tags)
+    )
+
+
+def checkpoint_record(
+    run_id: str,
+    version: int,
+    *,
+    uri: str,
+    weights_version: str,
+    step: int,
+    parent: int | None = None,
+    tables: Sequence[TableRef] = (),
+) -> Record:
+    """A checkpoint exists: trainer state after `version` trained steps, made by `step` from `tables`.
+
+    `parent` is the version of the checkpoint before it in this run.
+    """
+    return _record(
+        "checkpoint",
+        checkpoint_id(version),
+        run_id,
+        version=version,
+        uri=uri,
+        weights_version=weights_version,
+        step=step,
+        parent=parent,
+        tables=[asdict(ref) for ref in tables],
+    )
+
+
+def end_record(run_id: str, status: Status, *, reason: str = "") -> Record:
+    """A run ends, for now: it may be resumed and end again."""
+    return _record("end", f"end-{time.time_ns()}", run_id, status=status, reason=reason)
+
+
+def _texts(tags: Tags) -> dict[str, str]:
+    return {name: str(value) for name, value in tags.items()}
