@@ -91,7 +91,7 @@ class HttpGenerate:
         return await self.client.post(f"{self.url}/generate", json=body, timeout=httpx.Timeout(None, connect=10.0))
 
     async def _abort(self, rid: str) -> None:
-        """Best effort: the closed connection has told the engine already, unless something between them kept it open."""
+        """Best effort: the closed connection has told the engine, unless something between kept its own open."""
         with contextlib.suppress(httpx.HTTPError):
             await self.client.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=ABORT_TIMEOUT_SECONDS)
 
