@@ -1,0 +1,218 @@
+"""Prompt sets that are made, not downloaded: tasks with verifiers from reasoning-gym, and arithmetic for small models.
+
+A file is published whole, and made again only into the same bytes.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import io
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from milepost.storage import files
+from milepost.storage.registry import nearest
+from milepost.storage.text import to_json
+
+HELD_OUT_OF_TEN = 2
+_SHARES = {"+": 0.45, "-": 0.35, "*": 0.2}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A prompt set as written: where, how many rows, how many of them repeat an earlier one, SHA-256 of the file."""
+
+    uri: str
+    rows: int
+    duplicates: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`prompt` as "12+7=", `label` as "19", and `solution`, the whole response that supervised warm-up trains on."""
+
+    prompt: str
+    label: str
+    solution: str
+
+
+def make_reasoning_gym(task: str, size: int, seed: int, out: str, **config: Any) -> Summary:
+    """Write `size` problems of a reasoning-gym task to `out` (.parquet or .jsonl). `config` is the task's own.
+
+    Each row's metadata is `{"dataset": task, "entry": {...}}`, what the task's `score_answer` needs. LookupError for an
+    unknown task; ValueError when a problem would be scored differently once it has been stored.
+    """
+    _check_size(size)
+    dataset = _create(task, size=size, seed=seed, **config)
+    score = _stored_scorer(task)
+    rows = []
+    for entry in (dataset[index] for index in range(size)):
+        stored = json_entry(entry)
+        if stored["answer"] is not None and score(stored["answer"], stored) != dataset.score_answer(
+            entry["answer"], entry
+        ):
+            raise ValueError(
+                f"problems of {task!r} cannot be stored as JSON without changing their score: take another"
+            )
+        metadata = {"dataset": task, "entry": stored}
+        rows.append(_row([{"role": "user", "content": entry["question"]}], stored["answer"], metadata))
+    return write_prompts(rows, out)
+
+
+def _gym() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError:
+        raise ValueError("reasoning-gym is not installed: pip install 'milepost[envs]'") from None
+
+
+def _create(task: str, **config: Any) -> Any:
+    known = _gym().factory.DATASETS
+    if task not in known:
+        raise LookupError(f"unknown reasoning-gym task {task!r}{nearest(task, list(known))}; known: {sorted(known)}")
+    fields = [field.name for field in dataclasses.fields(known[task][1])]
+    for name in config:
+        if name not in fields:
+            raise ValueError(f"task {task!r} has no option {name!r}{nearest(name, fields)}; known: {sorted(fields)}")
+    try:
+        return _gym().create_dataset(task, **config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"task {task!r} refuses its options {config}: {error}") from error
+
+
+def _stored_scorer(task: str) -> Any:
+    """How a reward will score the task: from its name alone, without the options it was made with."""
+    try:
+        return _gym().get_score_answer_fn(task)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"task {task!r} cannot be scored from its name alone ({error}): take another") from error
+
+
+def json_entry(value: Any) -> Any:
+    """`value` in JSON's types: tuples become lists, numbers of any library plain ones, keys and the rest text."""
+    if isinstance(value, Mapping):
+        return {str(key): json_entry(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_entry(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((json_entry(item) for item in value), key=files.canonical_json)
+    if hasattr(value, "tolist"):  # numpy's arrays and scalars
+        return json_entry(value.tolist())
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return str(value)
+
+
+def make_arithmetic(
+    size: int, seed: int, *, out: str, split: Literal["train", "held_out"] = "train", digits: int = 2
+) -> Summary:
+    """Write `size` different arithmetic problems to `out`; whatever the seeds, no problem is in both splits."""
+    train, held_out = arithmetic_problems(
+        size if split == "train" else 0, seed, held_out=size if split == "held_out" else 0, digits=digits
+    )
+    _check_size(size)
+    rows = [_row(problem.prompt, problem.label, {"solution": problem.solution}) for problem in [*train, *held_out]]
+    return write_prompts(rows, out)
+
+
+def arithmetic_problems(
+    count: int, seed: int, *, held_out: int, digits: int = 2
+) -> tuple[list[Problem], list[Problem]]:
+    """`count` problems to train on and `held_out` others, all different.
+
+    Two tenths of all problems, chosen by a hash of their text, are only ever held out. Operands have up to `digits`
+    digits, multiplications one factor of one digit; differences are not negative.
+    """
+    splits: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+    for operator, texts in _all_texts(digits).items():
+        for split in splits:
+            split[operator] = []
+        for text in texts:
+            splits[_number(text) % 10 < HELD_OUT_OF_TEN][operator].append(text)
+    return _draw(splits[0], count, seed, "train"), _draw(splits[1], held_out, seed, "held-out")
+
+
+def _all_texts(digits: int) -> dict[str, list[str]]:
+    if not 1 <= digits <= 3:
+        raise ValueError(f"digits is {digits}, problems have operands of 1 to 3 digits")
+    operands = range(10 ** (digits - 1), 10**digits)
+    return {
+        "+": [f"{a}+{b}=" for a in operands for b in range(1, 10**digits)],
+        "-": [f"{a}-{b}=" for a in operands for b in range(1, a + 1)],
+        "*": [f"{a}*{b}=" for a in operands for b in range(2, 10)],
+    }
+
+
+def _draw(texts: dict[str, list[str]], count: int, seed: int, split: str) -> list[Problem]:
+    """`count` of the texts in the shares of their operators; an operator that runs out is made up for by the others."""
+    available = sum(map(len, texts.values()))
+    if not 0 <= count <= available:
+        raise ValueError(f"{count} {split} problems were asked for, between 0 and {available} can be had")
+    shuffled = {operator: sorted(group, key=lambda text: _number(text, seed)) for operator, group in texts.items()}
+    chosen: list[str] = []
+    spare: list[str] = []
+    for operator, group in shuffled.items():
+        quota = round(count * _SHARES[operator])
+        chosen += group[:quota]
+        spare += group[quota:]
+    chosen = (chosen + spare)[:count]
+    return [_solved(text) for text in sorted(chosen, key=lambda text: _number(text, seed))]
+
+
+def _number(text: str, seed: int | None = None) -> int:
+    """A number that depends on text and seed alone, on every platform."""
+    salted = text if seed is None else f"{seed} {text}"
+    return int.from_bytes(hashlib.blake2b(salted.encode(), digest_size=8).digest(), "big")
+
+
+def _solved(text: str) -> Problem:
+    operator = next(sign for sign in _SHARES if sign in text)
+    left, right = (int(number) for number in text.removesuffix("=").split(operator))
+    answer = str({"+": left + right, "-": left - right, "*": left * right}[operator])
+    return Problem(text, answer, answer)
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise ValueError(f"size is {size}, a prompt set has at least 1 row")
+
+
+def _row(prompt: str | list[dict[str, str]], label: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": prompt, "label": label, "metadata": metadata}
+
+
+def write_prompts(rows: Sequence[dict[str, Any]], out: str) -> Summary:
+    """Publish rows of prompt, label and metadata as `out`; ValueError when `out` holds something else already."""
+    if out.endswith(".jsonl"):
+        data = "".join(to_json(row) + "\n" for row in rows).encode()
+    elif out.endswith(".parquet"):
+        data = _parquet(rows)
+    else:
+        raise ValueError(f"out {out!r} must end in .parquet or .jsonl")
+    try:
+        files.publish(out, data)
+    except files.AlreadyPublished:
+        if files.read(out) != data:
+            raise ValueError(f"{out} exists with other content: remove it or choose another name") from None
+    different = {files.canonical_json(row) for row in rows}
+    return Summary(out, len(rows), len(rows) - len(different), files.digest_of(data))
+
+
+def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Metadata as JSON text: as a struct, every row would get the keys of all others."""
+    columns = {
+        "prompt": pa.array([row["prompt"] for row in rows]),
+        "label": pa.array([row["label"] for row in rows], pa.string()),
+        "metadata": pa.array([to_json(row["metadata"]) for row in rows], pa.string()),
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue()
