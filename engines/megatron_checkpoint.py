@@ -1,0 +1,138 @@
+"""Trainer state in Megatron's distributed format: model, optimizer and random streams, loadable in another layout.
+
+A checkpoint is complete or absent, and nothing in it is opened before the digests of its files have matched.
+"""
+
+import hashlib
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from milepost.engines.hf_export import publish_folder
+from milepost.engines.protocols import UpdateResult
+from milepost.storage import files
+
+_INDEX = "milepost.json"
+_OPTIMIZER_FORMAT = "fully_reshardable"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint's files are not those that were saved."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the trainer is: optimizer steps that were applied, and the result of the last batch."""
+
+    optimizer_steps: int = 0
+    last: UpdateResult | None = None
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": _OPTIMIZER_FORMAT,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _streams() -> dict[str, Any]:
+    """This rank's random state."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"cpu": torch.get_rng_state(), "cuda": cuda, "named": get_cuda_rng_tracker().get_states()}
+
+
+def _set_streams(streams: dict[str, Any]) -> None:
+    torch.set_rng_state(streams["cpu"])
+    if streams["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(streams["cuda"])
+    get_cuda_rng_tracker().set_states(streams["named"])
+
+
+def _state(model: torch.nn.Module, optimizer: Any, *, loading: bool, streams: bool) -> dict[str, Any]:
+    """Megatron's description of who holds which part. Random streams belong to a layout and load only into the same."""
+    metadata = _metadata()
+    weights = model.sharded_state_dict(metadata=metadata)
+    state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=metadata)}
+    if streams:
+        state["streams"] = ShardedObject("streams", _streams(), (dist.get_world_size(),), (dist.get_rank(),))
+    return state
+
+
+def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: Progress) -> None:
+    """Write `folder` (replacing one that is there). Runs on all ranks, which share the file system."""
+    names: list[Any] = [f".{folder.name}.{uuid.uuid4().hex}.tmp"]
+    dist.broadcast_object_list(names, src=0)
+    temporary = folder.parent / names[0]
+    temporary.mkdir(parents=True, exist_ok=True)
+    try:
+        dist_checkpointing.save(_state(model, optimizer, loading=False, streams=True), str(temporary))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            index = {**asdict(progress), "layout": _layout(), "files": _digests(temporary)}
+            files.publish_json(str(temporary / _INDEX), index)
+            publish_folder(temporary, folder)
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress:
+    """Put the state in `folder` into `model` and `optimizer`, whatever layout saved it. Runs on all ranks."""
+    index = _verified_index(folder)
+    state = _state(model, optimizer, loading=True, streams=index["layout"] == _layout())
+    loaded = dist_checkpointing.load(state, str(folder))
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if "streams" in loaded:
+        _set_streams(loaded["streams"])
+    return Progress(index["optimizer_steps"], UpdateResult(**index["last"]) if index["last"] else None)
+
+
+def _layout() -> list[int]:
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verified_index(folder: Path) -> dict[str, Any]:
+    """The index of a checkpoint, once rank 0 has found every file as it was written; all ranks raise the same error."""
+    verdict: list[Any] = [_check_files(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(verdict, src=0)
+    if isinstance(verdict[0], str):
+        raise DamagedCheckpoint(verdict[0])
+    index: dict[str, Any] = verdict[0]
+    return index
+
+
+def _check_files(folder: Path) -> dict[str, Any] | str:
+    if not (folder / _INDEX).exists():
+        return f"{str(folder)!r} is not a complete checkpoint: it has no {_INDEX}"
+    index: dict[str, Any] = files.read_json(str(folder / _INDEX))
+    found = {name: digest for name, digest in _digests(folder).items() if name != _INDEX}
+    wrong = sorted(name for name in {*found, *index["files"]} if found.get(name) != index["files"].get(name))
+    return (
+        f"checkpoint {str(folder)!r} has changed since it was saved ({wrong[0]}): restore it from a copy"
+        if wrong
+        else index
+    )

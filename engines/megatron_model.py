@@ -1,0 +1,138 @@
+"""Megatron-core's GPTModel, DistributedDataParallel and DistributedOptimizer for a Hugging Face model folder.
+
+Gradients are summed over micro-batches and data-parallel ranks, never averaged: losses are shares of the batch's loss.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import silu
+
+from milepost.engines.megatron_attention import layer_spec
+from milepost.engines.model_layout import ModelShape, Rope
+from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device() -> torch.device:
+    """Where this rank's model lives: its one GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def transformer_config(shape: ModelShape, model: ModelSection, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        activation_func=silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=model.tensor_parallel,
+        pipeline_model_parallel_size=model.pipeline_parallel,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        variable_seq_lengths=model.pipeline_parallel > 1,
+        calculate_per_token_loss=True,  # sums instead of averages over micro-batches and ranks
+        perform_initialization=False,  # every weight is read from the model folder
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Angle per position of each pair of a head's dimensions, `[head_dim / 2]` float32, as transformers has it."""
+    inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "linear":
+        return inverse / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(inverse, rope)
+    return inverse
+
+
+def _llama3(inverse: Tensor, rope: Rope) -> Tensor:
+    """Long wavelengths slowed by `factor`, short ones kept, a linear blend between (arXiv:2407.21783)."""
+    wavelength = 2 * math.pi / inverse
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    scaled = torch.where(wavelength > rope.original_context / low, inverse / rope.factor, inverse)
+    blend = (rope.original_context / wavelength - low) / (high - low)
+    smooth = (1 - blend) * scaled / rope.factor + blend * scaled
+    between = (wavelength >= rope.original_context / high) & (wavelength <= rope.original_context / low)
+    return torch.where(between, smooth, scaled)
+
+
+def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GPTModel:
+    """This rank's slice of the model on its device, with weights that are still to be loaded."""
+    dtype = DTYPES[perf.dtype]
+    gpt = GPTModel(
+        config=transformer_config(shape, model, dtype),
+        transformer_layer_spec=layer_spec(qk_norm=shape.qk_norm),
+        vocab_size=shape.padded_vocab(model.tensor_parallel),
+        max_sequence_length=shape.context,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope.theta,
+    )
+    gpt.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim).to(device())
+    return gpt.to(device=device(), dtype=dtype)
+
+
+def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Megatron's gradient reduction without its division by a token count."""
+    finalize_model_grads(model, None, **groups)
+
+
+def wrap_model(gpt: GPTModel) -> DistributedDataParallel:
+    """`gpt` with its gradients in float32 buffers that are reduced over data-parallel ranks."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, check_for_nan_in_grad=False
+    )
+    wrapped = DistributedDataParallel(config=gpt.config, ddp_config=config, module=gpt)
+    gpt.config.no_sync_func = wrapped.no_sync
+    gpt.config.finalize_model_grads_func = _sum_gradients
+    return wrapped
+
+
+def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerSection, perf: PerfSection) -> Any:
+    """Adam whose state is split over data-parallel ranks. Build it after the weights are loaded: it copies them."""
+    dtype = DTYPES[perf.dtype]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=0.0,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)

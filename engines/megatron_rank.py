@@ -1,0 +1,209 @@
+"""One rank of the Megatron train engine: it holds its slice of the model and optimizer, and does what all ranks do.
+
+Every method is called on all ranks with the same arguments; rank 0's answer is the engine's.
+"""
+
+import contextlib
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from milepost.engines import megatron_batch, megatron_checkpoint, megatron_world
+from milepost.engines.cpu_shim import CpuRngTracker
+from milepost.engines.digest import weights_digest
+from milepost.engines.hf_export import export_folder, local_path
+from milepost.engines.losses import get_loss
+from milepost.engines.megatron_model import build_model, build_optimizer, device, set_learning_rate, wrap_model
+from milepost.engines.megatron_step import Passes, denominators
+from milepost.engines.megatron_weights import HfFolder, gather_weights, load_weights
+from milepost.engines.model_layout import check_layout, read_shape
+from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource, WeightVersion
+from milepost.engines.schedule import learning_rate
+from milepost.storage import files
+from milepost.storage.schema import ROLLOUTS
+from milepost.storage.tables import TableRef, read_table, with_columns, write_table
+
+if TYPE_CHECKING:
+    from milepost.engines.train_actors import TrainSetup
+
+
+class MegatronRank:
+    """A rank from its start to its end. `connect` builds the model; nothing else may be called before it."""
+
+    def __init__(self, rank: int, world: int, setup: "TrainSetup") -> None:
+        hf_config = files.read_json(files.join(setup.model_dir, "config.json"))
+        check_layout(hf_config, setup.model)
+        self._shape = read_shape(hf_config)
+        self._rank, self._world, self._setup = rank, world, setup
+        self._threads = megatron_world.thread_count(setup.perf.train_threads, world)
+        self._tracker = CpuRngTracker()
+        self._store: Any = None
+        self._progress = megatron_checkpoint.Progress()
+        self._results: dict[str, UpdateResult] = {}
+        self._version: WeightVersion | None = None  # of the weights as they are now, once known
+
+    def _working(self) -> contextlib.AbstractContextManager[None]:
+        return megatron_world.on_device(self._threads, self._tracker)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Where the ranks meet; asked of rank 0."""
+        address = megatron_world.own_address()
+        self._store = megatron_world.open_store(address, self._world)
+        return address, self._store.port
+
+    def connect(self, address: str, port: int) -> None:
+        """Join the other ranks and load this rank's slice of the model."""
+        megatron_world.keep_to_loopback(address)
+        if self._store is None:
+            self._store = dist.TCPStore(address, port, self._world, is_master=False)
+        with self._working():
+            megatron_world.join_world(self._store, rank=self._rank, world=self._world, model=self._setup.model)
+            megatron_world.seed_streams(self._setup.seed)
+            self._gpt = build_model(self._shape, self._setup.model, self._setup.perf)
+            load_weights(self._gpt, self._shape, HfFolder(self._setup.model_dir))
+            self._model = wrap_model(self._gpt)
+            self._optimizer = build_optimizer(self._model, self._setup.optimizer, self._setup.perf)
+            self._passes = Passes(self._model, self._shape, self._setup.temperature)
+
+    def close(self) -> None:
+        """Leave the other ranks, so that this process may join others."""
+        megatron_world.leave_world()
+        self._store = None
+
+    def _micro_batches(self, samples: list[megatron_batch.Sample], names: list[str]) -> list[megatron_batch.MicroBatch]:
+        own = megatron_batch.split(
+            samples,
+            self._setup.perf.max_tokens_per_micro_batch,
+            rank=parallel_state.get_data_parallel_rank(),
+            ranks=parallel_state.get_data_parallel_world_size(),
+        )
+        return [megatron_batch.micro_batch(part, names, device()) for part in own]
+
+    def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef | None:
+        """See TrainEngine; None on all ranks but rank 0."""
+        table = read_table(batch)
+        with self._working(), self._weights_of(role):
+            found = self._passes.logprobs(self._micro_batches(megatron_batch.read_samples(table), []))
+        if self._rank != 0:
+            return None
+        column = "old_logprobs" if role == "policy" else "ref_logprobs"
+        values: list[object] = [found[row] if row in found else [] for row in range(table.num_rows)]
+        return write_table(uri, with_columns(table, {column: values}), ROLLOUTS)
+
+    @contextlib.contextmanager
+    def _weights_of(self, role: Role) -> Any:
+        """The model as it was loaded inside this block (reference), or as it is (policy)."""
+        if role == "policy":
+            yield
+            return
+        trained = [parameter.detach().clone() for parameter in self._gpt.parameters()]
+        try:
+            load_weights(self._gpt, self._shape, HfFolder(self._setup.model_dir))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, values in zip(self._gpt.parameters(), trained, strict=True):
+                    parameter.copy_(values)
+
+    def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
+        """See TrainEngine. The weights change only when the loss and the gradient are finite."""
+        if key in self._results:
+            return self._results[key]
+        loss, started = get_loss(update.loss), time.monotonic()
+        samples = megatron_batch.trained_samples(read_table(batch))
+        if not samples:
+            raise ValueError(f"batch {batch.uri} has no token to train: every sample is dropped, empty or masked")
+        rate = learning_rate(self._progress.optimizer_steps, self._setup.optimizer)
+        with self._working():
+            batches = self._micro_batches(samples, megatron_batch.loss_columns(samples))
+            self._model.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            metrics = self._passes.gradients(batches, loss, update.params, denominators(samples))
+            norm = self._apply(metrics["loss"], rate)
+        applied = math.isfinite(norm) and math.isfinite(metrics["loss"])
+        metrics |= {"grad_norm": norm, "lr": rate, **_throughput(samples, time.monotonic() - started)}
+        return self._record(key, applied, metrics)
+
+    def _apply(self, loss: float, rate: float) -> float:
+        """Take the optimizer step if loss and gradient are finite; the norm of the gradient before clipping."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if math.isfinite(norm) and math.isfinite(loss):
+            set_learning_rate(self._optimizer, rate)
+            self._optimizer.step()
+        return norm
+
+    def _record(self, key: str, applied: bool, metrics: dict[str, float]) -> UpdateResult:
+        steps = self._progress.optimizer_steps + applied
+        result = UpdateResult(key, applied, steps, metrics)
+        self._results[key] = result
+        self._progress = megatron_checkpoint.Progress(steps, result)
+        self._version = None if applied else self._version
+        return result
+
+    def weights(self, uri: str, step: int) -> WeightSource:
+        with self._working():
+            tensors = gather_weights(self._gpt, self._shape)
+            if self._rank == 0:
+                dtype = self._setup.perf.dtype
+                digest = export_folder(tensors, uri, model_dir=self._setup.model_dir, dtype=dtype)
+            digest = self._agree(digest if self._rank == 0 else _drain(tensors))
+        self._version = WeightVersion(step, digest)
+        return WeightSource(uri, self._version)
+
+    def _agree(self, value: str) -> str:
+        """Rank 0's `value`, on every rank."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0)
+        agreed: str = values[0]
+        return agreed
+
+    def _current_version(self) -> WeightVersion:
+        """The version last exported while the weights are still those, else the count of optimizer steps."""
+        if self._version is None:
+            tensors = gather_weights(self._gpt, self._shape)
+            digest = self._agree(weights_digest(tensors) if self._rank == 0 else _drain(tensors))
+            self._version = WeightVersion(self._progress.optimizer_steps, digest)
+        return self._version
+
+    def save(self, uri: str) -> CheckpointRef:
+        folder = local_path(uri)
+        with self._working():
+            version = self._current_version()
+            megatron_checkpoint.save_state(folder, self._gpt, self._optimizer, self._progress)
+        return CheckpointRef(uri, version, self._progress.last.key if self._progress.last else "")
+
+    def restore(self, ref: CheckpointRef) -> None:
+        """Go back to a checkpoint; batches applied after it count as not applied."""
+        with self._working():
+            self._progress = megatron_checkpoint.load_state(local_path(ref.uri), self._gpt, self._optimizer)
+            self._version = None
+            found = self._current_version().digest
+        last = self._progress.last
+        self._results = {last.key: last} if last else {}
+        if found != ref.version.digest:
+            raise megatron_checkpoint.DamagedCheckpoint(
+                f"checkpoint {ref.uri} holds weights {found[:16]}, not {ref.version.digest[:16]}: it is another one"
+            )
+        self._version = ref.version
+
+
+def _drain(tensors: Any) -> str:
+    """Take part in gathering weights that rank 0 reads."""
+    for _ in tensors:
+        pass
+    return ""
+
+
+def _throughput(samples: list[megatron_batch.Sample], seconds: float) -> dict[str, float]:
+    tokens = sum(sample.tokens for sample in samples)
+    return {
+        "samples": float(len(samples)),
+        "tokens": float(tokens),
+        "seconds": seconds,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }

@@ -1,0 +1,131 @@
+"""Forward and backward passes over micro-batches through Megatron's schedules, on any layout of ranks."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from milepost.engines.losses import Denominators, Loss, LossInputs, count
+from milepost.engines.megatron_batch import MicroBatch, Sample
+from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs
+from milepost.engines.model_layout import ModelShape
+
+
+class Passes:
+    """How this rank runs its model: at which temperature, and which columns of the logits it has."""
+
+    def __init__(self, model: torch.nn.Module, shape: ModelShape, temperature: float) -> None:
+        ranks, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        first = shape.padded_vocab(ranks) // ranks * rank
+        self._columns = VocabSlice(shape.vocab, first, parallel_state.get_tensor_model_parallel_group())
+        self._model = model
+        self._temperature = temperature
+
+    def logprobs(self, batches: list[MicroBatch]) -> dict[int, NDArray[np.float32]]:
+        """Log-probabilities of the response tokens of all data-parallel ranks' samples by row, on every rank."""
+
+        def collect(batch: MicroBatch, logits: Tensor) -> dict[int, NDArray[np.float32]]:
+            return _by_row(batch, self._taken(batch, logits).cpu().numpy())
+
+        with torch.no_grad():
+            found = self._run(batches, collect, forward_only=True)
+        return {row: values for part in _from_last_stage(found) for row, values in part.items()}
+
+    def gradients(
+        self, batches: list[MicroBatch], loss: Loss, params: Mapping[str, Any], whole: Denominators
+    ) -> dict[str, float]:
+        """Add the gradient of the batch loss to the gradient buffers; the loss and metrics of the whole batch."""
+
+        def share(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, float]]:
+            outputs = loss(_loss_inputs(batch, self._taken(batch, logits), whole), params)
+            values = {"loss": outputs.loss, **outputs.metrics}
+            return outputs.loss, {name: float(value) for name, value in values.items()}
+
+        return _sums(_from_last_stage(self._run(batches, share, forward_only=False)))
+
+    def _taken(self, batch: MicroBatch, logits: Tensor) -> Tensor:
+        return taken_logprobs(
+            logits.flatten(0, 1),
+            batch.positions,
+            batch.targets,
+            temperature=self._temperature,
+            columns=self._columns,
+        )
+
+    def _run(self, batches: list[MicroBatch], on_logits: Any, *, forward_only: bool) -> list[Any]:
+        """What `on_logits(batch, logits)` said of each micro-batch on the last stage; nothing on the others."""
+
+        def forward(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(batches_left)
+            places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+            output = model(input_ids=batch.tokens, position_ids=places, attention_mask=None)
+
+            def finish(logits: Tensor, non_loss_data: bool = False) -> Any:
+                if non_loss_data:
+                    return on_logits(batch, logits)
+                loss, metrics = on_logits(batch, logits)
+                return loss, torch.zeros((), dtype=torch.int), metrics
+
+            return output, finish
+
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[self._model],
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens.shape[1] for batch in batches),
+            micro_batch_size=max(batch.tokens.shape[0] for batch in batches),
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return found
+
+
+def _loss_inputs(batch: MicroBatch, taken: Tensor, whole: Denominators) -> LossInputs:
+    flat = taken.new_zeros(batch.tokens.numel())
+    columns = batch.columns
+    return LossInputs(
+        logprobs=flat.index_copy(0, batch.positions, taken).view_as(batch.tokens),
+        old_logprobs=columns["old_logprobs"],
+        rollout_logprobs=columns.get("rollout_logprobs"),
+        ref_logprobs=columns.get("ref_logprobs"),
+        advantages=columns["advantages"],
+        loss_mask=columns["loss_mask"],
+        denominators=whole,
+    )
+
+
+def denominators(samples: list[Sample]) -> Denominators:
+    """Samples and trained tokens of the whole optimizer batch."""
+    return count([sample.columns["loss_mask"] for sample in samples])
+
+
+def _by_row(batch: MicroBatch, values: NDArray[np.float32]) -> dict[int, NDArray[np.float32]]:
+    ends = np.cumsum([len(sample.response) for sample in batch.samples])[:-1]
+    return {sample.row: part for sample, part in zip(batch.samples, np.split(values, ends), strict=False)}
+
+
+def _from_last_stage(found: list[Any]) -> list[Any]:
+    """The results of all data-parallel ranks, in rank order, on every rank."""
+    own = (
+        found
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        else []
+    )
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return [item for part in parts for item in part]
+
+
+def _sums(parts: list[dict[str, float]]) -> dict[str, float]:
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    return {name: float(sum(part.get(name, 0.0) for part in parts)) for name in names}

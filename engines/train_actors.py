@@ -1,0 +1,116 @@
+"""The train engine as the driver sees it: named Ray actors, one a rank, that are all told the same.
+
+The actors belong to the process that started them and end with it.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.engines import cluster
+from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource
+from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.tables import TableRef
+
+
+@dataclass(frozen=True)
+class TrainSetup:
+    """What a trainer is made of. `temperature` is the one samples are drawn at; `seed` is of its random streams."""
+
+    model_dir: str
+    model: ModelSection
+    optimizer: OptimizerSection
+    perf: PerfSection
+    temperature: float
+    seed: int
+
+    @property
+    def world(self) -> int:
+        return self.model.tensor_parallel * self.model.pipeline_parallel * self.model.data_parallel
+
+
+class TrainActors:
+    """TrainEngine over ranks. A call that takes longer than `timeout_seconds` raises EngineTimeout."""
+
+    def __init__(self, ranks: Sequence[Any], *, timeout_seconds: float) -> None:
+        self._ranks = ranks
+        self._timeout_seconds = timeout_seconds
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Rank 0's answer to a call of `method` on every rank; the error of the first rank that failed."""
+        refs = [getattr(rank, method).remote(*args) for rank in self._ranks]
+        return _first_answer(refs, self._timeout_seconds, what=f"{method} of the train engine")
+
+    def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
+        filled: TableRef = self._call("logprobs", batch, role, uri)
+        return filled
+
+    def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
+        result: UpdateResult = self._call("step", batch, update, key)
+        return result
+
+    def save(self, uri: str) -> CheckpointRef:
+        ref: CheckpointRef = self._call("save", uri)
+        return ref
+
+    def restore(self, ref: CheckpointRef) -> None:
+        self._call("restore", ref)
+
+    def weights(self, uri: str, step: int) -> WeightSource:
+        source: WeightSource = self._call("weights", uri, step)
+        return source
+
+    def connect_ranks(self) -> None:
+        """Let the ranks find each other and load the model."""
+        address, port = cluster.wait(
+            self._ranks[0].rendezvous.remote(), self._timeout_seconds, what="rank 0 of the train engine"
+        )
+        self._call("connect", address, port)
+
+    def close(self) -> None:
+        """End every rank at once."""
+        for rank in self._ranks:
+            cluster.kill(rank)
+
+
+def _first_answer(refs: Sequence[Any], timeout_seconds: float, *, what: str) -> Any:
+    """The first ref's value once all are done. The first error is raised at once: the other ranks may wait for it."""
+    import ray
+
+    deadline = time.monotonic() + timeout_seconds
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, timeout=cluster.POLL_SECONDS)
+        for ref in done:
+            cluster.wait(ref, timeout_seconds, what=what)
+        if pending and time.monotonic() > deadline:
+            raise cluster.EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s")
+    return cluster.wait(refs[0], timeout_seconds, what=what)
+
+
+def rank_name(run: str, rank: int) -> str:
+    return f"{run}/train-{rank}"
+
+
+def start_train_engine(run: str, setup: TrainSetup, *, rank_class: Any, timeout_seconds: float) -> TrainActors:
+    """Start one actor a rank and wait until all hold their part of the model; none is left when that fails."""
+    import ray
+
+    num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    ranks: list[Any] = []
+    engine = TrainActors(ranks, timeout_seconds=timeout_seconds)
+    try:
+        for rank in range(setup.world):
+            name = rank_name(run, rank)
+            ranks.append(cluster.start_actor(rank_class, name, rank, setup.world, setup, num_gpus=num_gpus))
+        engine.connect_ranks()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def connect_train_engine(run: str, world: int, timeout_seconds: float) -> TrainActors:
+    """The running engine of `run`; LookupError when a rank is missing."""
+    return TrainActors([cluster.actor(rank_name(run, rank)) for rank in range(world)], timeout_seconds=timeout_seconds)
