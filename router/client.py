@@ -1,4 +1,4 @@
-"""The data plane over HTTP: one completion from an engine or a router that speaks SGLang's `/generate`.
+"""Asking over HTTP: one completion from an engine or a router that speaks SGLang's `/generate`; weights of a router.
 
 What comes back is checked here: as many finite log-probabilities as tokens, and a weight version, or it is an error.
 """
@@ -17,6 +17,7 @@ from milepost.engines.protocols import Completion, GenerateRequest, WeightVersio
 FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
 ABORT_TIMEOUT_SECONDS = 5.0
+CONTROL_TIMEOUT_SECONDS = 60.0
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -94,6 +95,22 @@ class HttpGenerate:
         """Best effort: the closed connection has told the engine, unless something between kept its own open."""
         with contextlib.suppress(httpx.HTTPError):
             await self.client.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=ABORT_TIMEOUT_SECONDS)
+
+
+async def set_weight_version(url: str, version: WeightVersion | None, *, token: str | None = None) -> list[str]:
+    """Tell the router at `url` which weights are current; the URLs of the engines that serve from now on.
+
+    ConnectionError when the router does not answer or refuses.
+    """
+    body = {"weight_version": None if version is None else str(version)}
+    try:
+        async with open_client(1, token=token) as client:
+            response = await client.post(f"{url}/weight_version", json=body, timeout=CONTROL_TIMEOUT_SECONDS)
+    except httpx.TransportError as error:
+        raise ConnectionError(f"the router at {url} did not answer: {type(error).__name__}: {error}") from None
+    if response.status_code != 200:
+        raise ConnectionError(f"the router at {url} refused weights {version}: {sentence(response)}")
+    return [worker["url"] for worker in response.json()["workers"] if worker["state"] == "healthy"]
 
 
 def _delay(attempt: int) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from milepost.storage.prompts import PromptSet
-from milepost.storage.schema import PROMPTS
+from milepost.storage.tables import with_columns
 
 
 class Pick(NamedTuple):
@@ -20,19 +20,6 @@ class Pick(NamedTuple):
 
     index: int
     epoch: int
-
-
-@dataclass(frozen=True)
-class Order:
-    """An endless sequence over `count` prompts, one permutation an epoch; file order without `shuffle`."""
-
-    count: int
-    seed: int
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"an order over {self.count} prompts serves none: give at least 1")
 
 
 @dataclass(frozen=True)
@@ -45,47 +32,53 @@ class Cursor:
 
 
 @lru_cache(maxsize=4)
-def permutation(order: Order, epoch: int) -> tuple[int, ...]:
+def permutation(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     """The indices of one epoch, sorted by BLAKE2b of seed, epoch and index: the same on every platform for ever."""
-    if not order.shuffle:
-        return tuple(range(order.count))
-    prefix = hashlib.blake2b(f"{order.seed} {epoch} ".encode(), digest_size=16)
+    prefix = hashlib.blake2b(f"{seed} {epoch} ".encode(), digest_size=16)
 
     def rank(index: int) -> tuple[bytes, int]:
         digest = prefix.copy()
         digest.update(str(index).encode())
         return digest.digest(), index
 
-    return tuple(sorted(range(order.count), key=rank))
+    return tuple(sorted(range(size), key=rank))
 
 
-def take(count: int, cursor: Cursor, order: Order) -> tuple[list[Pick], Cursor]:
-    """The next `count` servings, over as many epochs as that needs, and the cursor after them."""
-    if count < 0:
-        raise ValueError(f"cannot take {count} prompts: give at least 0")
-    if not 0 <= cursor.position < order.count:
-        raise ValueError(
-            f"the cursor is at prompt {cursor.position} of a set of {order.count}: the prompt set is not the one it had"
-        )
+def take(count: int, cursor: Cursor, *, size: int, seed: int, shuffle: bool = True) -> tuple[list[Pick], Cursor]:
+    """The next `count` servings of a set of `size` prompts, over as many epochs as that needs, and the cursor after.
+
+    Without `shuffle` every epoch is in file order.
+    """
+    _check(count, cursor, size)
     picks: list[Pick] = []
     epoch, position = cursor.epoch, cursor.position
     while len(picks) < count:
-        stop = min(position + count - len(picks), order.count)
-        picks += [Pick(index, epoch) for index in permutation(order, epoch)[position:stop]]
-        epoch, position = (epoch, stop) if stop < order.count else (epoch + 1, 0)
+        stop = min(position + count - len(picks), size)
+        order = permutation(size, seed, epoch) if shuffle else range(size)
+        picks += [Pick(index, epoch) for index in order[position:stop]]
+        epoch, position = (epoch, stop) if stop < size else (epoch + 1, 0)
     return picks, Cursor(epoch, position, cursor.served + count)
+
+
+def _check(count: int, cursor: Cursor, size: int) -> None:
+    if count < 0:
+        raise ValueError(f"cannot take {count} prompts: give at least 0")
+    if size < 1:
+        raise ValueError("a set of 0 prompts has none to serve: give at least 1")
+    if not 0 <= cursor.position < size:
+        raise ValueError(
+            f"the cursor is at prompt {cursor.position} of a set of {size}: the prompt set is not the one it was made for"
+        )
 
 
 def prompt_table(prompts: PromptSet, picks: Sequence[Pick], *, step: int, round_: int) -> pa.Table:
     """The picked prompts as a table of schema PROMPTS. A group id names step, round and position: unique in a run."""
-    chosen = [prompts.prompts[pick.index] for pick in picks]
+    served = prompts.table.take(pa.array([pick.index for pick in picks], pa.int64()))
     columns = {
-        name: pa.array([getattr(prompt, name) for prompt in chosen], PROMPTS.field(name).type)
-        for name in ("prompt_id", "dataset", "row", "prompt", "prompt_token_ids", "label", "metadata")
+        "group_id": [group_id(step, round_, position) for position in range(len(picks))],
+        "epoch": [pick.epoch for pick in picks],
     }
-    columns["group_id"] = pa.array([group_id(step, round_, position) for position in range(len(picks))], pa.string())
-    columns["epoch"] = pa.array([pick.epoch for pick in picks], pa.int32())
-    return pa.table([columns[name] for name in PROMPTS.names], schema=PROMPTS)
+    return with_columns(served, columns)
 
 
 def group_id(step: int, round_: int, position: int) -> str:

@@ -6,12 +6,16 @@ A prompt is identified by what it says (prompt, label, metadata): moving, slicin
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
+
+import pyarrow as pa
 
 from milepost.storage import files
 from milepost.storage.parameters import DataSection
 from milepost.storage.prompt_source import EXTENSIONS, BadLine, RawRow, parse_json, parse_path, read_rows
 from milepost.storage.registry import nearest
+from milepost.storage.schema import PROMPTS
 from milepost.storage.text import is_unicode, to_json
 
 Messages = list[dict[str, Any]]
@@ -58,6 +62,18 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """The set in schema PROMPTS, in its order and not yet served: every group id is empty, every epoch 0."""
+        columns = {
+            field.name: pa.array([getattr(prompt, field.name) for prompt in self.prompts], field.type)
+            for field in PROMPTS
+            if field.name not in ("group_id", "epoch")
+        }
+        columns["group_id"] = pa.array([""] * len(self), pa.string())
+        columns["epoch"] = pa.array([0] * len(self), pa.int32())
+        return pa.table([columns[name] for name in PROMPTS.names], schema=PROMPTS)
 
     @property
     def too_long_share(self) -> float:
