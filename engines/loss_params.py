@@ -1,4 +1,4 @@
-"""What a configuration may say about a built-in loss, checked before anything runs."""
+"""What a configuration may say about losses, checked before anything runs and without importing torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.engines.divergence import KL_ESTIMATORS
-from milepost.storage.registry import nearest
+from milepost.storage.registry import check_arity, load_dotted, nearest, resolve
 
+GROUP = "milepost.losses"
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
+_MODULE = "milepost.engines.losses"
+LOSSES = {name: f"{_MODULE}:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "policy_gradient", "sft")}
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,19 @@ def loss_params(params: Mapping[str, Any]) -> LossParams:
         if name not in known:
             raise ValueError(f"unknown loss parameter {name!r}{nearest(name, known)} known: {known}")
     return LossParams(**params)
+
+
+def check_loss(name: str, params: Mapping[str, Any] | None = None) -> None:
+    """Raise unless the loss exists and, when it is built in, takes `params`."""
+    if name in LOSSES:
+        loss_params(params or {})
+    else:
+        load_loss(name)
+
+
+def load_loss(name: str) -> Any:
+    """The loss called `name`: a callable `(LossInputs, params) -> LossOutputs`."""
+    found = resolve(name, LOSSES, group=GROUP)
+    loss = load_dotted(found, group=GROUP) if isinstance(found, str) else found
+    check_arity(loss, 2, name=name, group=GROUP)
+    return loss

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from milepost.engines.divergence import kl
-from milepost.engines.loss_params import LossParams, loss_params
-from milepost.storage.registry import check_arity, resolve
+from milepost.engines.loss_params import LossParams, check_loss, load_loss, loss_params
 
-GROUP = "milepost.losses"
+__all__ = ["Denominators", "Loss", "LossInputs", "LossOutputs", "check_loss", "count", "get_loss", "kl", "policy_loss"]
+
 LOG_RATIO_LIMIT = 20.0  # exp of it is still a finite float32
 
 
@@ -162,7 +162,7 @@ def gspo(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
 
 
 def cispo(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
-    """Log-probabilities weighted by a clipped ratio without gradient (arXiv:2506.13585); `clip_low=1` lifts the floor."""
+    """Log-probabilities weighted by a clipped ratio without gradient (arXiv:2506.13585); `clip_low=1` has no floor."""
     batch, options = _batch(inputs), loss_params(params)
     ratio = _ratio(batch.log_ratio).detach()
     weight = ratio.clamp(*options.ratio_range)
@@ -191,20 +191,9 @@ def sft(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
     return _outputs(inputs, batch, options, -batch.logprobs, {"nll": -batch.logprobs})
 
 
-LOSSES: dict[str, Loss] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "policy_gradient": policy_gradient,
-    "sft": sft,
-}
-
-
 def get_loss(name: str) -> Loss:
-    """The loss called `name`, a callable `(LossInputs, params) -> LossOutputs`."""
-    loss: Loss = resolve(name, LOSSES, group=GROUP)
-    check_arity(loss, 2, name=name, group=GROUP)
+    """The loss called `name`: a callable `(LossInputs, params) -> LossOutputs`."""
+    loss: Loss = load_loss(name)
     return loss
 
 

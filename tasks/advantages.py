@@ -81,7 +81,7 @@ def get_advantage(name: str) -> Advantage:
 
 
 def advantage_columns(rollouts: pa.Table, name: str, **params: Any) -> list[list[float]]:
-    """Per-token advantages in table order, as long as each row's response; ValueError when an estimator returns others."""
+    """Per-token advantages in table order, each row as long as its response; ValueError when an estimator differs."""
     columns = [[float(value) for value in row] for row in get_advantage(name)(rollouts, params)]
     found, wanted = [len(row) for row in columns], _response_lengths(rollouts)
     if found != wanted:

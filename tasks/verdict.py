@@ -18,8 +18,8 @@ class Sample:
 class Verdict:
     """The score of one response; None when it cannot be scored, and then `reason` says why.
 
-    `parts` are named components, `extracted` the answer that was compared, `grader` the reward's name and the hash of its
-    code. A reward function leaves `grader` and `seconds` to the caller.
+    `parts` are named components, `extracted` the answer that was compared, `grader` the reward's name and the hash of
+    its code. A reward function leaves `grader` and `seconds` to the caller.
     """
 
     score: float | None

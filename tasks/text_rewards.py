@@ -1,0 +1,38 @@
+"""Rewards that compare text as it stands. Spaces at either end of response and label do not count."""
+
+import re
+
+from milepost.tasks.verdict import Sample, Verdict
+
+
+def exact(sample: Sample, *, ignore_case: bool = False) -> Verdict:
+    """1.0 when the response equals the label, a string or a number, or one of a list of them."""
+    accepted = sample.label if isinstance(sample.label, list) else [sample.label]
+    wanted = [_text(label) for label in accepted]
+    found = sample.response.strip()
+    if ignore_case:
+        wanted, same = [label.casefold() for label in wanted], found.casefold()
+    else:
+        same = found
+    return Verdict(float(same in wanted), extracted=found)
+
+
+def regex(sample: Sample, *, pattern: str = "", search: bool = False, ignore_case: bool = False) -> Verdict:
+    """1.0 when the pattern (the label, unless `pattern` is given) matches the response: all of it, or with `search` a part.
+
+    A pattern that backtracks for ever ends with the grader's deadline.
+    """
+    source = pattern or sample.label
+    if not isinstance(source, str) or not source:
+        raise ValueError(
+            f"the pattern is {source!r}, set the option 'pattern' or give a label that is a regular expression"
+        )
+    compiled = re.compile(source, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
+    match = compiled.search(sample.response) if search else compiled.fullmatch(sample.response.strip())
+    return Verdict(float(match is not None), extracted=match.group(0) if match else None)
+
+
+def _text(label: object) -> str:
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise ValueError(f"the label is {label!r}, it must be a string or a number")
+    return str(label).strip()
