@@ -1,7 +1,7 @@
 """The index of runs in MLflow: what a record of storage/lineage_records.py becomes there.
 
-Sending is idempotent: what is created carries the record's `uid` as a tag and is found by it the next time. Always through
-a client with explicit run ids, because MLflow's active run differs between threads. The only file that knows MLflow.
+Sending is idempotent: what is created carries the record's `uid` as a tag and is found by it the next time. It goes
+through a client with explicit run ids, because MLflow's active run differs between threads. No other file knows MLflow.
 """
 
 import json
@@ -247,7 +247,7 @@ def _sibling(record: Record, name: str) -> str:
 
 
 def _dataset(name: str, table: Mapping[str, Any]) -> Any:
-    """A table as MLflow knows data: name, place and digest. Its digest is short, so the full one is in source and tag."""
+    """A table as MLflow knows data: name, place and digest, cut short there and whole in source and tag."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     source = {"uri": table["uri"], "sha256": table["digest"]}
