@@ -5,6 +5,7 @@ hang or kill it; an actor that is lost all the same is replaced and its calls ar
 """
 
 import asyncio
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ class GraderPool:
 
         async def work(index: int) -> None:
             size = 1
-            while places := [place for place, _ in zip(position, range(size), strict=False)]:
+            while places := list(itertools.islice(position, size)):
                 chunk = [calls[place] for place in places]
                 found = await self._ask(index, chunk, timeout_seconds, warm_up)
                 answers.update(zip(places, found, strict=True))

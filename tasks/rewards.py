@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from milepost.engines.grader_process import START_SECONDS, Answer, Call, GraderProcess
-from milepost.storage.registry import load_dotted, resolve
+from milepost.storage.registry import load_dotted, nearest, resolve
 from milepost.tasks.verdict import Sample, Verdict
 
 GROUP = "milepost.rewards"
@@ -28,6 +28,8 @@ TIMEOUT_SECONDS = 10.0
 GRADE_ROW = "milepost.tasks.rewards:grade_row"
 
 Reward = Callable[..., Any]
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 # By name, so that knowing them imports none of their libraries.
 REWARDS = {
@@ -55,7 +57,7 @@ def reward_function(name: str) -> str:
 
 
 def get_reward(name: str) -> Reward:
-    """The reward called `name`: `(sample, **options) -> float | bool | Verdict | None`, or a coroutine function of it."""
+    """The reward called `name`: `(sample, **options) -> float | bool | Verdict | None`, which may be async."""
     reward: Reward = load_dotted(reward_function(name), group=GROUP)
     return reward
 
@@ -65,17 +67,19 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
     reward = get_reward(name)
     if not callable(reward):
         raise ValueError(f"reward {name!r} is {reward!r}, it must be a function of a sample")
+    signature = inspect.signature(reward)
+    takes = [key for key, parameter in signature.parameters.items() if parameter.kind in _BY_NAME][1:]
     try:
-        inspect.signature(reward).bind(None, **options)
+        signature.bind(None, **options)
     except TypeError as error:
-        signature = inspect.signature(reward)
-        raise ValueError(
-            f"reward {name!r} must take (sample, **{dict(options)}), its signature is {signature}"
-        ) from error
+        for option in sorted(set(options) - set(takes)):
+            hint = nearest(option, takes)
+            raise ValueError(f"reward {name!r} has no option {option!r}{hint} it takes {signature}") from None
+        raise ValueError(f"reward {name!r} takes {signature}, not a sample and {dict(options)}") from error
 
 
 def grader_id(name: str) -> str:
-    """`name@hash`, with eight digits of the SHA-256 of the file that defines the reward: a changed grader has another id."""
+    """`name@hash`: eight digits of the SHA-256 of the file that defines the reward, so that a changed one differs."""
     module = reward_function(name).partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)

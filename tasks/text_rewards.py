@@ -18,15 +18,13 @@ def exact(sample: Sample, *, ignore_case: bool = False) -> Verdict:
 
 
 def regex(sample: Sample, *, pattern: str = "", search: bool = False, ignore_case: bool = False) -> Verdict:
-    """1.0 when the pattern (the label, unless `pattern` is given) matches the response: all of it, or with `search` a part.
+    """1.0 when the pattern matches the response: all of it, or with `search` a part. The label is the default pattern.
 
     A pattern that backtracks for ever ends with the grader's deadline.
     """
     source = pattern or sample.label
     if not isinstance(source, str) or not source:
-        raise ValueError(
-            f"the pattern is {source!r}, set the option 'pattern' or give a label that is a regular expression"
-        )
+        raise ValueError(f"the pattern is {source!r}: set the option 'pattern', or give a regular expression as label")
     compiled = re.compile(source, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
     match = compiled.search(sample.response) if search else compiled.fullmatch(sample.response.strip())
     return Verdict(float(match is not None), extracted=match.group(0) if match else None)
