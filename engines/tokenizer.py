@@ -1,0 +1,92 @@
+"""Text to token ids and back, through the tokenizer of a model folder. Nothing is ever fetched."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+class Tokenizer:
+    """The tokenizer of one model. `eos_ids` are all tokens that end a response, by tokenizer and by model."""
+
+    def __init__(self, backend: Any, eos_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self.eos_ids = eos_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
+
+    def render(self, messages: list[dict[str, Any]] | str) -> list[int]:
+        """Prompt ids through the chat template, with the generation prompt; a string is one user message.
+
+        Without a chat template a string is encoded as it is, and messages raise ValueError.
+        """
+        if isinstance(messages, str):
+            if not self.has_chat_template:
+                return self.encode(messages)
+            messages = [{"role": "user", "content": messages}]
+        if not self.has_chat_template:
+            raise ValueError("the tokenizer has no chat template to render messages with: give prompts as strings")
+        text = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text)
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._backend.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer in a model folder; ValueError when there is none."""
+    folder = Path(model_dir)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise ValueError(f"{model_dir!r} holds no tokenizer: give a folder with a tokenizer.json")
+    settings_path = folder / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {}
+    # For these AutoTokenizer goes by the model's type, and some types (Qwen2) rebuild the tokenizer by their own rules.
+    is_generic = settings.get("tokenizer_class") in _GENERIC and (folder / "tokenizer.json").is_file()
+    loader = PreTrainedTokenizerFast if is_generic else AutoTokenizer
+    backend = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    own = [] if backend.eos_token_id is None else [backend.eos_token_id]
+    return Tokenizer(backend, frozenset([*own, *model_eos_ids(model_dir)]))
+
+
+def model_eos_ids(model_dir: str) -> list[int]:
+    """The end tokens that a model folder's generation_config.json, or else its config.json, names."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    return []
+
+
+def write_character_tokenizer(directory: str, characters: str) -> None:
+    """Write a Hugging Face tokenizer with one token a character, after pad (0), end (1) and unknown (2)."""
+    repeated = sorted({character for character in characters if characters.count(character) > 1})
+    if repeated:
+        raise ValueError(f"characters holds {repeated} more than once: name each character once")
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *characters])}
+    raw = RawTokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    ).save_pretrained(directory)

@@ -1,0 +1,83 @@
+"""Tokens a second of the embedded engine over HTTP, against one batched `transformers.generate` of the same requests.
+
+Run as `python tests/bench/bench_embedded.py`; the best of several runs of each is compared.
+"""
+
+import asyncio
+import random
+import tempfile
+import time
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM
+
+from milepost.engines import cluster
+from milepost.engines.rollout_actor import EmbeddedEngine, start_rollout_engine
+from milepost.engines.tiny_model import write_tiny_model
+from milepost.engines.tokenizer import write_character_tokenizer
+
+REQUESTS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, RUNS, THREADS = 64, 16, 32, 64, 5, 2
+CHARACTERS = "".join(map(chr, range(32, 32 + VOCABULARY - 3)))
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(0)
+    return [[source.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(REQUESTS)]
+
+
+async def embedded_seconds(url: str) -> float:
+    sampling = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    bodies = [{"input_ids": ids, "sampling_params": sampling, "return_logprob": True} for ids in prompts()]
+    limits = httpx.Limits(max_connections=REQUESTS)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
+        await asyncio.gather(*(client.get("/health") for _ in bodies))
+        best = float("inf")
+        for _ in range(RUNS):
+            start = time.perf_counter()
+            answers = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+            best = min(best, time.perf_counter() - start)
+            assert all(len(answer.json()["output_ids"]) == NEW_TOKENS for answer in answers)
+    return best
+
+
+def generate_seconds(model_dir: str) -> float:
+    torch.set_num_threads(THREADS)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    ids = torch.tensor(prompts())
+    best = float("inf")
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+        best = min(best, time.perf_counter() - start)
+        assert output.shape == (REQUESTS, PROMPT_TOKENS + NEW_TOKENS)
+    return best
+
+
+def main() -> None:
+    cluster.connect(num_cpus=2)
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_model(directory, vocab_size=VOCABULARY, hidden=128, layers=4, heads=4, kv_heads=2, seed=0)
+        write_character_tokenizer(directory, CHARACTERS)
+        engine = start_rollout_engine(
+            "bench", 0, engine_class=EmbeddedEngine, timeout_seconds=120, model_dir=directory, threads=THREADS
+        )
+        embedded = asyncio.run(embedded_seconds(engine.url()))
+        engine.close()
+        plain = generate_seconds(directory)
+    tokens = REQUESTS * NEW_TOKENS
+    print(f"embedded engine over HTTP: {tokens / embedded:,.0f} tokens/s")
+    print(f"one batched generate:      {tokens / plain:,.0f} tokens/s")
+    print(f"ratio:                     {plain / embedded:.2f} (wanted: at least 0.5)")
+    cluster.disconnect()
+
+
+if __name__ == "__main__":
+    main()
