@@ -50,13 +50,19 @@ def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
             signal.signal(number, handler)
 
 
+def is_connected() -> bool:
+    return bool(ray.is_initialized())
+
+
 def disconnect() -> None:
     """Leave the cluster; one that this process started ends, with its actors."""
     if ray.is_initialized():
         ray.shutdown()
 
 
-def start_actor(actor_class: Any, name: str, *args: Any, num_cpus: float = 0, num_gpus: float = 0, **kwargs: Any) -> Any:
+def start_actor(
+    actor_class: Any, name: str, *args: Any, num_cpus: float = 0, num_gpus: float = 0, **kwargs: Any
+) -> Any:
     """A new actor called `name`, owned by this process, with `abort` and `health` callable while it works.
 
     Fails at once when the name is taken, so that two runs never share an actor.

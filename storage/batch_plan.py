@@ -1,9 +1,11 @@
 """The four knobs: prompts a step, samples a prompt, samples an optimizer step, optimizer steps a step.
 
-`rollout_batch_size * n_samples_per_prompt == global_batch_size * num_steps_per_rollout`, exactly: no tail is ever trimmed.
+`rollout_batch_size * n_samples_per_prompt == global_batch_size * num_steps_per_rollout`, exactly: no tail is trimmed.
 """
 
 from dataclasses import asdict, dataclass
+
+from milepost.storage.parameters import Parameters
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,13 @@ def _require_equal(plan: BatchPlan) -> None:
                 **numbers, left=left, right=right
             )
         )
+
+
+def batch_plan(parameters: Parameters) -> BatchPlan:
+    """The batch plan of a run, from its `data` and `algorithm` sections."""
+    return solve(
+        rollout_batch_size=parameters.data.rollout_batch_size,
+        n_samples_per_prompt=parameters.data.n_samples_per_prompt,
+        global_batch_size=parameters.algorithm.global_batch_size,
+        num_steps_per_rollout=parameters.algorithm.num_steps_per_rollout,
+    )

@@ -1,7 +1,7 @@
 """Atomic files on any fsspec filesystem: a reader sees the whole of a file or none of it.
 
-Local files go through a temporary file, fsync and a hard link or rename; object stores through one `pipe_file` call, because
-opening for write publishes a partial file when the writer dies.
+Local files go through a temporary file, fsync and a hard link or rename; object stores through one `pipe_file` call,
+because opening for write publishes a partial file when the writer dies.
 """
 
 import contextlib

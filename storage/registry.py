@@ -48,5 +48,5 @@ def check_arity(function: Callable[..., Any], count: int, *, name: str, group: s
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError as error:
-        signature = inspect.signature(function)
-        raise ValueError(f"{group} {name!r} must take {count} arguments, its signature is {signature} ({error})") from None
+        found = inspect.signature(function)
+        raise ValueError(f"{group} {name!r} must take {count} arguments, its signature is {found} ({error})") from None

@@ -101,14 +101,13 @@ def check(table: pa.Table, schema: pa.Schema) -> pa.Table:
     extra = [name for name in table.column_names if name not in schema.names]
     if missing or extra:
         raise SchemaMismatch(f"columns differ from schema {schema_name(schema)}: missing {missing}, unknown {extra}")
-    try:
-        table = table.select(schema.names).cast(schema)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
-        raise SchemaMismatch(f"a column does not have the type of schema {schema_name(schema)}: {error}") from error
     for field in schema:
         if not field.nullable and table.column(field.name).null_count:
             raise SchemaMismatch(f"column {field.name!r} of schema {schema_name(schema)} holds a null")
-    return table
+    try:
+        return table.select(schema.names).cast(schema)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+        raise SchemaMismatch(f"a column does not have the type of schema {schema_name(schema)}: {error}") from error
 
 
 def migrate(table: pa.Table) -> pa.Table:
@@ -116,7 +115,7 @@ def migrate(table: pa.Table) -> pa.Table:
     schema = SCHEMAS[schema_name(table.schema)]
     version = int(table.schema.metadata.get(_VERSION_KEY, b"0"))
     if version > SCHEMA_VERSION:
-        raise SchemaMismatch(f"the table has schema version {version}, this Milepost reads up to {SCHEMA_VERSION}: upgrade")
+        raise SchemaMismatch(f"schema version {version} is newer than this Milepost, which reads {SCHEMA_VERSION}: upgrade")
     return check(table, schema)
 
 

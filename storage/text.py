@@ -31,3 +31,8 @@ def to_json(value: Any) -> str:
     """JSON for a text column: readable where it is valid Unicode, ASCII escapes where it is not; NaN is refused."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_unicode(text) else json.dumps(value, allow_nan=False)
+
+
+def from_json(value: str) -> Any:
+    """The value behind a JSON text column."""
+    return json.loads(value)

@@ -1,0 +1,128 @@
+"""The processes of one run: trainer ranks, rollout engines, the router in front of them, and graders.
+
+They belong to the process that started them and end with it; others find them by name.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.engines import cluster
+from milepost.engines.app_server import AppHandle, connect_app, start_app
+from milepost.engines.graders import GraderPool
+from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, start_rollout_engine
+from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
+from milepost.storage.parameters import Parameters
+
+ROUTER_FACTORY = "milepost.router.app:build_app"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A run's engines as its tasks see them."""
+
+    trainer: TrainActors
+    engines: list[RolloutActor]
+    router_url: str
+
+
+def _rank_class(parameters: Parameters) -> Any:
+    if parameters.engines.train == "fake":
+        from milepost.engines.fake_rank import FakeRank
+
+        return FakeRank
+    from milepost.engines.megatron_rank import MegatronRank
+
+    return MegatronRank
+
+
+def _engine_class(parameters: Parameters) -> Any:
+    if parameters.engines.rollout == "fake":
+        from milepost.engines.fake_backend import FakeEngine
+
+        return FakeEngine
+    from milepost.engines.rollout_actor import EmbeddedEngine
+
+    return EmbeddedEngine
+
+
+def world_size(parameters: Parameters) -> int:
+    model = parameters.model
+    return model.tensor_parallel * model.pipeline_parallel * model.data_parallel
+
+
+def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActors:
+    setup = TrainSetup(
+        model_dir=model_dir,
+        model=parameters.model,
+        optimizer=parameters.optimizer,
+        perf=parameters.perf,
+        temperature=parameters.rollout.temperature,
+        seed=parameters.data.seed,
+    )
+    timeout = parameters.engines.start_timeout_seconds
+    return start_train_engine(run, setup, rank_class=_rank_class(parameters), timeout_seconds=timeout)
+
+
+def _start_rollout(run: str, index: int, parameters: Parameters, model_dir: str) -> RolloutActor:
+    return start_rollout_engine(
+        run,
+        index,
+        engine_class=_engine_class(parameters),
+        timeout_seconds=parameters.engines.start_timeout_seconds,
+        model_dir=model_dir,
+        host="127.0.0.1",
+        threads=parameters.engines.rollout_threads,
+        max_running_requests=parameters.engines.max_running_requests,
+        context_length=parameters.model.context_length,
+        dtype=parameters.perf.dtype,
+    )
+
+
+def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters) -> AppHandle:
+    workers = [engine.url() for engine in engines]
+    kwargs = {"workers": workers, "request_timeout_seconds": parameters.rollout.timeout_seconds}
+    return start_app(f"{run}/router", ROUTER_FACTORY, kwargs)
+
+
+@contextmanager
+def fleet(run: str, parameters: Parameters, model_dir: str) -> Iterator[Fleet]:
+    """Start every process of `run`, and end them all on the way out, whatever happened."""
+    with ExitStack() as stack:
+        engines = []
+        for index in range(parameters.engines.rollout_engines):
+            engine = _start_rollout(run, index, parameters, model_dir)
+            stack.callback(engine.close)
+            engines.append(engine)
+        trainer = start_trainer(run, parameters, model_dir)
+        stack.callback(trainer.close)
+        graders = GraderPool.start(run, workers=parameters.reward.workers)
+        stack.callback(graders.close)
+        router = _start_router(run, engines, parameters)
+        stack.callback(router.close)
+        yield Fleet(trainer, engines, router.url())
+
+
+def connect_fleet(run: str, parameters: Parameters) -> Fleet:
+    """The running engines of `run`; LookupError names the one that is missing."""
+    timeout = parameters.sync.timeout_seconds
+    return Fleet(
+        trainer=connect_train_engine(run, world_size(parameters), timeout_seconds=timeout),
+        engines=[connect_rollout_engine(run, index) for index in range(parameters.engines.rollout_engines)],
+        router_url=connect_app(f"{run}/router").url(),
+    )
+
+
+@contextmanager
+def joined_cluster(address: str | None) -> Iterator[None]:
+    """In the Ray cluster at `address`, or one of this process's own; left at the end unless it was joined before."""
+    if cluster.is_connected():
+        yield
+        return
+    cluster.connect(address, num_cpus=None if address else os.cpu_count())
+    try:
+        yield
+    finally:
+        cluster.disconnect()

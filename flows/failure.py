@@ -1,0 +1,24 @@
+"""From an exception to the one sentence a person reads."""
+
+
+class RunFailed(RuntimeError):
+    """A run that had started did not finish; its folder says how far it came."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first failure inside groups of failures that happened side by side."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def sentence(error: BaseException) -> str:
+    """The message of an error on one line, or its type where it has none."""
+    cause = first_cause(error)
+    if isinstance(cause, OSError) and cause.strerror:
+        where = f": {cause.filename}" if cause.filename else ""
+        return f"{cause.strerror.lower()}{where}"
+    if isinstance(cause, KeyError):
+        return f"key {cause} is missing"
+    text = " ".join(str(cause).split())
+    return text or type(cause).__name__

@@ -1,0 +1,181 @@
+"""One step: the six tasks of the DAG, with shards that pass through generate, score and filter on their own."""
+
+import asyncio
+from dataclasses import dataclass
+
+from prefect import flow
+
+from milepost.engines.fleet import Fleet, connect_fleet
+from milepost.engines.protocols import WeightVersion
+from milepost.storage import runs
+from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.storage.journal import StepStore
+from milepost.storage.manifest import StepManifest
+from milepost.storage.parameters import Parameters
+from milepost.storage.prompt_order import Cursor
+from milepost.storage.runs import RunFolder
+from milepost.storage.schema import ROLLOUTS
+from milepost.storage.tables import TableRef, concat, read_table
+from milepost.tasks.filter import Filtered, filter_rollouts
+from milepost.tasks.generate import Sampling, Shard, generate_rollouts, sampling_params
+from milepost.tasks.optimize import Optimized, TooFewGroups, optimize_policy, trained_groups
+from milepost.tasks.sample import PromptOrder, sample_prompts
+from milepost.tasks.score import score_rollouts
+from milepost.tasks.steps import StepOutcome, accounting, close_step, rollout_metrics, stage_seconds, update_metrics
+from milepost.tasks.sync import Synced, sync_weights
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands before a step: the next prompt, and the weights that trainer and engines hold."""
+
+    cursor: Cursor
+    version: WeightVersion
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every stage of a step needs."""
+
+    folder: RunFolder
+    store: StepStore
+    parameters: Parameters
+    plan: BatchPlan
+    order: PromptOrder
+    fleet: Fleet
+    version: WeightVersion
+
+    @property
+    def sampling(self) -> Sampling:
+        parameters = self.parameters
+        return Sampling(
+            function=parameters.rollout.function,
+            params=sampling_params(parameters.rollout),
+            n_samples_per_prompt=self.plan.n_samples_per_prompt,
+            context_length=parameters.model.context_length,
+            seed=parameters.data.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The filtered shards of a step, over all its rounds."""
+
+    shards: list[TableRef]
+    cursor: Cursor
+    train: bool
+
+
+async def shard_pipeline(prompts: TableRef, shard: Shard, context: StepContext) -> Filtered:
+    """One shard from prompts to kept samples; a slow shard delays no other."""
+    parameters, store = context.parameters, context.store
+    generated = await generate_rollouts(
+        prompts,
+        shard,
+        context.sampling,
+        parameters.rollout,
+        weight_version=str(context.version),
+        router_url=context.fleet.router_url,
+        store=store,
+    )
+    scored = await score_rollouts(generated, shard, parameters.reward, run=context.folder.run_id, store=store)
+    return filter_rollouts(scored, shard, parameters.filter, store=store)
+
+
+async def run_round(prompts: TableRef, round_: int, context: StepContext) -> list[Filtered]:
+    count = min(context.parameters.rollout.shards, prompts.rows)
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(shard_pipeline(prompts, Shard(index, count, round_), context)) for index in range(count)
+        ]
+    return [done.result() for done in running]
+
+
+async def collect(cursor: Cursor, context: StepContext) -> Collected:
+    """Rounds of sampling until enough groups are kept or the rounds are used up."""
+    filtering, wanted = context.parameters.filter, context.plan.rollout_batch_size
+    shards: list[TableRef] = []
+    kept = 0
+    for round_ in range(filtering.max_rounds):
+        sampled = sample_prompts(context.order, cursor, wanted, round_=round_, store=context.store)
+        cursor = sampled.cursor
+        filtered = await run_round(sampled.prompts, round_, context)
+        shards += [part.rollouts for part in filtered]
+        kept += sum(part.kept_groups for part in filtered)
+        if kept >= wanted:
+            break
+    if kept < wanted and filtering.on_too_few == "fail":
+        raise TooFewGroups(
+            f"step {context.store.step} kept {kept} of {wanted} groups after {filtering.max_rounds} rounds: "
+            "raise filter.max_rounds or choose another filter.on_too_few"
+        )
+    return Collected(shards, cursor, train=kept >= wanted or filtering.on_too_few == "train_on_less")
+
+
+def checkpoint_due(step: int, steps: int, every: int) -> bool:
+    """Whether the weights after `step` are saved: the last always, others every `every` steps."""
+    return step + 1 == steps or (every > 0 and (step + 1) % every == 0)
+
+
+def open_step(root: str, run: str, step: int, version: WeightVersion) -> tuple[StepContext, int]:
+    """The context of a step, from the run's own record and its running engines; and the steps of the run."""
+    folder = runs.run_folder(root, run)
+    record = runs.load(folder)
+    context = StepContext(
+        folder=folder,
+        store=StepStore(folder.step(step), run, step),
+        parameters=record.parameters,
+        plan=batch_plan(record.parameters),
+        order=PromptOrder(
+            TableRef(**record.data["prompts"]), record.parameters.data.seed, record.parameters.data.shuffle
+        ),
+        fleet=connect_fleet(run, record.parameters),
+        version=version,
+    )
+    return context, record.steps
+
+
+async def optimize(collected: Collected, context: StepContext) -> Optimized:
+    return await optimize_policy(
+        collected.shards if collected.train else [],
+        context.parameters.algorithm,
+        context.plan,
+        weight_version=str(context.version),
+        engine=context.fleet.trainer,
+        store=context.store,
+    )
+
+
+async def sync(context: StepContext, *, save: bool) -> Synced:
+    return await sync_weights(
+        context.store.step + 1,
+        context.parameters.sync,
+        save=save,
+        folder=context.folder,
+        trainer=context.fleet.trainer,
+        engines=context.fleet.engines,
+        router_url=context.fleet.router_url,
+    )
+
+
+def close(context: StepContext, collected: Collected, optimized: Optimized, synced: Synced) -> StepManifest:
+    table = concat([read_table(ref) for ref in collected.shards], ROLLOUTS)
+    metrics = rollout_metrics(table) | update_metrics(optimized.results) | stage_seconds(context.store)
+    return close_step(
+        context.store,
+        context.folder,
+        StepOutcome(context.version, synced.version, collected.cursor, synced.checkpoint),
+        counts=accounting(table, trained_groups(optimized.batches)),
+        metrics=metrics,
+    )
+
+
+@flow(name="iteration", flow_run_name="step-{step}", validate_parameters=False)
+async def iteration(root: str, run: str, step: int, start: Position) -> Position:
+    """Step `step` of `run`, whose engines are running and hold `start.version`."""
+    context, steps = open_step(root, run, step, start.version)
+    collected = await collect(start.cursor, context)
+    optimized = await optimize(collected, context)
+    synced = await sync(context, save=checkpoint_due(step, steps, context.parameters.checkpoint.every_steps))
+    close(context, collected, optimized, synced)
+    return Position(collected.cursor, synced.version)

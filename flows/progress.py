@@ -1,0 +1,63 @@
+"""A run as it goes: a live bar on a terminal, one plain line a step elsewhere. Always on stderr."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Advance(Protocol):
+    """Called once a finished step with what to show of it."""
+
+    def __call__(self, text: str) -> None: ...
+
+
+def step_text(metrics: dict[str, float], seconds: float) -> str:
+    """Reward, response length and generation speed of a step, in one short line."""
+    reward = metrics.get("rollout/reward")
+    shown = "reward  n/a" if reward is None else f"reward {reward:5.3f}"
+    speed = metrics.get("rollout/tokens", 0.0) / max(seconds, 1e-9)
+    return f"{shown}  {metrics.get('rollout/response_len/mean', 0):5.1f} tokens  {speed:6.0f} tokens/s"
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Advance]:
+    """A bar over `total` steps; the caller advances it."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with _bar(console) as bar:
+            task = bar.add_task(title, total=total, shown="")
+            yield lambda text: bar.update(task, advance=1, shown=text)
+    else:
+        yield _plain_lines(title, total)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=False,
+    )
+
+
+def _plain_lines(title: str, total: int) -> Advance:
+    begun, done = time.monotonic(), 0
+
+    def advance(text: str) -> None:
+        nonlocal done
+        done += 1
+        elapsed = time.monotonic() - begun
+        eta = elapsed / done * (total - done)
+        print(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s", file=sys.stderr, flush=True)
+
+    return advance

@@ -1,0 +1,105 @@
+"""The journal of a step: one small JSON file per finished stage, published once, and the truth about what is done.
+
+A commit stands under its slot (stage, round, shard) and carries the key of what went in. The same key again returns
+what is stored; another key in the same slot is a contradiction and is refused.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from milepost.storage import files
+from milepost.storage.tables import TableRef, write_table
+
+
+class JournalConflict(ValueError):
+    """A stage was committed before with other inputs or parameters."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Which part of a step: a stage of the DAG, the sampling round, and the shard where the stage has shards."""
+
+    stage: str
+    round: int = 0
+    shard: int | None = None
+
+    def __str__(self) -> str:
+        shard = "" if self.shard is None else f"-s{self.shard:03d}"
+        return f"{self.stage}-r{self.round}{shard}"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a finished stage left: its tables by name, and small JSON values. `seconds` is how long it took."""
+
+    slot: str
+    key: str
+    tables: dict[str, TableRef]
+    record: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    committed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepStore:
+    """The folder of one step: where its tables go and what it has committed."""
+
+    uri: str
+    run_id: str
+    step: int
+
+    def key(self, slot: Slot, inputs: list[TableRef], config: dict[str, Any]) -> str:
+        """The identity of a stage's result: equal keys mean equal inputs, parameters, weights and seed."""
+        identity = {
+            "run": self.run_id,
+            "step": self.step,
+            "slot": str(slot),
+            "inputs": [ref.digest for ref in inputs],
+            "config": config,
+        }
+        return files.digest_of(files.canonical_json(identity).encode())
+
+    def _commit_uri(self, slot: Slot) -> str:
+        return files.join(self.uri, "journal", f"{slot}.json")
+
+    def committed(self, slot: Slot, key: str) -> Commit | None:
+        """The stored result of `slot`, or None when the stage has yet to run."""
+        uri = self._commit_uri(slot)
+        if not files.exists(uri):
+            return None
+        content = files.read_json(uri)
+        commit = Commit(**{**content, "tables": {name: TableRef(**ref) for name, ref in content["tables"].items()}})
+        if commit.key != key:
+            raise JournalConflict(
+                f"{slot} of step {self.step} in run {self.run_id!r} was committed under key {commit.key[:12]}, "
+                f"now its inputs or parameters give {key[:12]}: restore them or start a new run"
+            )
+        return commit
+
+    def write(self, name: str, table: pa.Table, schema: pa.Schema) -> TableRef:
+        return write_table(files.join(self.uri, name), table, schema)
+
+    def commit(
+        self, slot: Slot, key: str, tables: dict[str, TableRef], *, record: dict[str, Any] | None = None, started: float
+    ) -> Commit:
+        """Publish the result of `slot`; `started` is `time.monotonic()` from when the stage began."""
+        commit = Commit(str(slot), key, tables, record or {}, time.monotonic() - started, time.time())
+        try:
+            files.publish_json(self._commit_uri(slot), asdict(commit))
+        except files.AlreadyPublished:
+            stored = self.committed(slot, key)
+            assert stored is not None
+            return stored
+        return commit
+
+    def commits(self) -> list[Commit]:
+        """Everything committed in this step, by slot."""
+        folder = files.join(self.uri, "journal")
+        found = (files.read_json(files.join(folder, name)) for name in files.names(folder))
+        return [
+            Commit(**{**content, "tables": {name: TableRef(**ref) for name, ref in content["tables"].items()}})
+            for content in found
+        ]

@@ -1,0 +1,51 @@
+"""The manifest of a step: digests of everything in it and of the manifest before it, published last."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from milepost.storage import files
+from milepost.storage.journal import Commit
+from milepost.storage.runs import RunFolder
+
+
+@dataclass(frozen=True)
+class StepManifest:
+    """One finished step. `previous` is the digest of the manifest of the step before, empty for the first."""
+
+    run_id: str
+    step: int
+    previous: str
+    version_in: str
+    version_out: str
+    checkpoint: str
+    cursor: dict[str, int]
+    commits: list[dict[str, Any]]
+    accounting: dict[str, int]
+    metrics: dict[str, float]
+
+
+def commit_entries(commits: list[Commit]) -> list[dict[str, Any]]:
+    """What the manifest keeps of each commit: enough to find and to check its tables."""
+    return [
+        {"slot": commit.slot, "key": commit.key, "tables": {name: asdict(ref) for name, ref in commit.tables.items()}}
+        for commit in commits
+    ]
+
+
+def manifest_digest(folder: RunFolder, step: int) -> str:
+    """Digest of the manifest of `step`; empty for a step before the first."""
+    return files.digest_of(files.read(folder.manifest(step))) if step >= 0 else ""
+
+
+def publish(folder: RunFolder, manifest: StepManifest) -> None:
+    files.publish_json(folder.manifest(manifest.step), asdict(manifest))
+
+
+def load(folder: RunFolder, step: int) -> StepManifest:
+    return StepManifest(**files.read_json(folder.manifest(step)))
+
+
+def finished_steps(folder: RunFolder) -> list[int]:
+    """Steps whose manifest is published, in order."""
+    steps = [int(name) for name in files.names(files.join(folder.uri, "steps")) if name.isdigit()]
+    return [step for step in steps if files.exists(folder.manifest(step))]

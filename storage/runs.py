@@ -1,0 +1,111 @@
+"""A run is a folder: `run.json`, `steps/<n>/`, `checkpoints/`, `weights/`, `outbox/`. Where things are is said here."""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from milepost.storage import files
+from milepost.storage.parameters import Parameters
+from milepost.storage.provenance import Provenance
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class RunExists(FileExistsError):
+    """A run of this name is already in the root."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside one run. `uri` is on any fsspec filesystem."""
+
+    uri: str
+    run_id: str
+
+    @property
+    def record(self) -> str:
+        return files.join(self.uri, "run.json")
+
+    @property
+    def outbox(self) -> str:
+        return files.join(self.uri, "outbox")
+
+    def step(self, step: int) -> str:
+        return files.join(self.uri, "steps", f"{step:06d}")
+
+    def manifest(self, step: int) -> str:
+        return files.join(self.step(step), "manifest.json")
+
+    def checkpoint(self, version: int) -> str:
+        """The trainer state after `version` trained steps."""
+        return files.join(self.uri, "checkpoints", f"{version:06d}")
+
+    def weights(self, version: int) -> str:
+        """The weights after `version` trained steps, as a Hugging Face folder."""
+        return files.join(self.uri, "weights", f"{version:06d}")
+
+    def prompts(self, name: str) -> str:
+        return files.join(self.uri, "prompts", name)
+
+    @property
+    def report(self) -> str:
+        return files.join(self.uri, "report.html")
+
+
+def check_name(run: str) -> str:
+    """`run` itself when it can name a folder everywhere; ValueError otherwise."""
+    if not _NAME.fullmatch(run) or ".." in run:
+        raise ValueError(
+            f"run name {run!r} cannot be used: take 1 to 128 letters, digits, '.', '_' or '-', first a letter or digit"
+        )
+    return run
+
+
+def run_folder(root: str, run: str) -> RunFolder:
+    return RunFolder(files.join(root, check_name(run)), run)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What `run.json` holds: everything that decides what the run computes."""
+
+    run_id: str
+    steps: int
+    parameters: Parameters
+    parameters_digest: str
+    provenance: Provenance
+    data: dict[str, Any]
+    model: dict[str, Any]
+
+
+def parameters_digest(parameters: Parameters) -> str:
+    return files.digest_of(files.canonical_json(parameters.model_dump(mode="json")).encode())
+
+
+def _taken(folder: RunFolder) -> RunExists:
+    return RunExists(f"run {folder.run_id!r} already exists at {folder.uri}: choose another name")
+
+
+def require_new(folder: RunFolder) -> None:
+    """RunExists when a run of this name is there already."""
+    if files.exists(folder.record):
+        raise _taken(folder)
+
+
+def create(folder: RunFolder, record: RunRecord) -> None:
+    """Publish `run.json`; RunExists when the name is taken, so that no run ever overwrites another."""
+    content = asdict(record) | {"parameters": record.parameters.model_dump(mode="json")}
+    try:
+        files.publish_json(folder.record, content)
+    except files.AlreadyPublished:
+        raise _taken(folder) from None
+
+
+def load(folder: RunFolder) -> RunRecord:
+    """The record of an existing run; LookupError when there is none."""
+    if not files.exists(folder.record):
+        raise LookupError(f"no run {folder.run_id!r}: {folder.record} does not exist")
+    content = files.read_json(folder.record)
+    content["parameters"] = Parameters.model_validate(content["parameters"])
+    content["provenance"] = Provenance(**content["provenance"])
+    return RunRecord(**content)

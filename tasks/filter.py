@@ -1,0 +1,42 @@
+"""The fourth node: which samples are trained on, and a reason for each that is not."""
+
+import time
+from dataclasses import dataclass
+
+import pyarrow as pa
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from milepost.storage.journal import Slot, StepStore
+from milepost.storage.parameters import FilterSection
+from milepost.storage.schema import ROLLOUTS
+from milepost.storage.tables import TableRef, read_table
+from milepost.tasks.filters import filter_table
+from milepost.tasks.generate import Shard
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """The shard with `kept` and `drop_reason` filled, and how many of its groups have a kept sample."""
+
+    rollouts: TableRef
+    kept_groups: int
+
+
+def kept_groups(table: pa.Table) -> int:
+    return len(set(table.filter(table["kept"])["group_id"].to_pylist()))
+
+
+@task(task_run_name="filter-{shard.round}.{shard.index}", cache_policy=NO_CACHE)
+def filter_rollouts(scored: TableRef, shard: Shard, filter: FilterSection, *, store: StepStore) -> Filtered:
+    """Group filters see whole groups: a shard holds all samples of its prompts."""
+    started = time.monotonic()
+    slot = Slot("filter", shard.round, shard.index)
+    key = store.key(slot, [scored], {"group": filter.group})
+    commit = store.committed(slot, key)
+    if commit is None:
+        table = filter_table(read_table(scored), filter.group)
+        ref = store.write(str(slot), table, ROLLOUTS)
+        record = {"kept_groups": kept_groups(table)}
+        commit = store.commit(slot, key, {"rollouts": ref}, record=record, started=started)
+    return Filtered(commit.tables["rollouts"], commit.record["kept_groups"])

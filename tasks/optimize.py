@@ -1,0 +1,116 @@
+"""The fifth node: advantages, and one optimizer step for each batch of the kept samples."""
+
+import asyncio
+import itertools
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from milepost.engines.protocols import TrainEngine, UpdateParams, UpdateResult
+from milepost.storage.batch_plan import BatchPlan
+from milepost.storage.journal import Slot, StepStore
+from milepost.storage.parameters import AlgorithmSection
+from milepost.storage.schema import ROLLOUTS
+from milepost.storage.tables import TableRef, concat, read_table, with_columns
+from milepost.tasks.advantages import advantage_columns
+
+_ADVANTAGES_ONLY = {"advantage", "normalize_std"}
+_LOSS_PARAMS = {"clip_low", "clip_high", "aggregation"}
+
+
+class TooFewGroups(RuntimeError):
+    """Filtering left fewer groups than a step needs, and the policy is to fail."""
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """What the optimizer did with a step: `results` has one entry a batch and is empty when the step was skipped."""
+
+    batches: list[TableRef]
+    results: list[UpdateResult]
+
+
+def first_groups(table: pa.Table, count: int) -> pa.Table:
+    """The kept samples of the first `count` groups that have any; a surplus of groups is left aside."""
+    kept = table.filter(table["kept"])
+    chosen = list(dict.fromkeys(kept["group_id"].to_pylist()))[:count]
+    return kept.filter(pa.compute.is_in(kept["group_id"], pa.array(chosen, pa.string())))
+
+
+def batches(table: pa.Table, count: int) -> list[pa.Table]:
+    """The rows in `count` consecutive slices, as equal as they can be: exactly equal for a full step."""
+    bounds = [round(index * table.num_rows / count) for index in range(count + 1)]
+    slices = [table.slice(start, end - start) for start, end in itertools.pairwise(bounds)]
+    return [part for part in slices if part.num_rows]
+
+
+def update_params(algorithm: AlgorithmSection) -> UpdateParams:
+    return UpdateParams(algorithm.loss, algorithm.model_dump(mode="json", include=_LOSS_PARAMS))
+
+
+def with_advantages(table: pa.Table, algorithm: AlgorithmSection) -> pa.Table:
+    columns = advantage_columns(table, algorithm.advantage, **_advantage_params(algorithm))
+    return with_columns(table, {"advantages": list(columns)})
+
+
+def _advantage_params(algorithm: AlgorithmSection) -> dict[str, Any]:
+    return {"normalize_std": algorithm.normalize_std} if algorithm.advantage == "grpo" else {}
+
+
+async def _prepare(table: pa.Table, algorithm: AlgorithmSection, *, engine: TrainEngine, store: StepStore) -> pa.Table:
+    """Advantages and old log-probabilities for every row, before any of them changes the weights."""
+    table = with_advantages(table, algorithm)
+    if algorithm.old_logprobs == "rollout":
+        return with_columns(table, {"old_logprobs": table["rollout_logprobs"].to_pylist()})
+    ref = store.write("advantages", table, ROLLOUTS)
+    scored = await asyncio.to_thread(engine.logprobs, ref, "policy", f"{store.uri}/logprobs")
+    return read_table(scored)
+
+
+async def _apply(
+    parts: list[pa.Table], update: UpdateParams, *, key: str, engine: TrainEngine, store: StepStore
+) -> Optimized:
+    refs = [store.write(f"batch-{index:03d}", part, ROLLOUTS) for index, part in enumerate(parts)]
+    results = [
+        await asyncio.to_thread(engine.step, ref, update, f"{key}-{index:03d}") for index, ref in enumerate(refs)
+    ]
+    return Optimized(refs, results)
+
+
+def trained_groups(refs: list[TableRef]) -> set[str]:
+    """The groups that reached an optimizer batch."""
+    return {group for ref in refs for group in read_table(ref)["group_id"].to_pylist()}
+
+
+@task(task_run_name="optimize", cache_policy=NO_CACHE)
+async def optimize_policy(
+    filtered: list[TableRef],
+    algorithm: AlgorithmSection,
+    plan: BatchPlan,
+    *,
+    weight_version: str,
+    engine: TrainEngine,
+    store: StepStore,
+) -> Optimized:
+    """`plan.num_steps_per_rollout` optimizer steps over the kept samples, in the order of the shards."""
+    started = time.monotonic()
+    slot = Slot("optimize")
+    config = algorithm.model_dump(mode="json") | asdict(plan) | {"weight_version": weight_version}
+    key = store.key(slot, filtered, config)
+    commit = store.committed(slot, key)
+    if commit is None:
+        table = first_groups(concat([read_table(ref) for ref in filtered], ROLLOUTS), plan.rollout_batch_size)
+        done = Optimized([], [])
+        if table.num_rows:
+            table = await _prepare(table, algorithm, engine=engine, store=store)
+            parts = batches(table, plan.num_steps_per_rollout)
+            done = await _apply(parts, update_params(algorithm), key=key, engine=engine, store=store)
+        tables = {f"batch-{index:03d}": ref for index, ref in enumerate(done.batches)}
+        record = {"results": [asdict(result) for result in done.results]}
+        commit = store.commit(slot, key, tables, record=record, started=started)
+    results = [UpdateResult(**result) for result in commit.record["results"]]
+    return Optimized(list(commit.tables.values()), results)
