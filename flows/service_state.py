@@ -1,7 +1,7 @@
 """One process in the background: started, probed, remembered and stopped.
 
-A process is known by its pid and the time it was created, so that a pid that is another's now is never stopped. Each gets
-a session of its own and a token in its environment, by which its descendants are known when it is gone.
+A process is known by its pid and the time it was created, so that a pid that is another's now is never stopped. Each
+gets a session of its own and a token in its environment, by which its descendants are known when it is gone.
 """
 
 import contextlib

@@ -7,30 +7,20 @@ through a client with explicit run ids, because MLflow's active run differs betw
 import json
 import logging
 import os
-import posixpath
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from milepost.storage import files
+from milepost.storage.lineage_names import DIGEST_CHARACTERS, PREFIX, aliases, flatten, legal_name, model_name, own_tags
 from milepost.storage.lineage_records import checkpoint_id, step_id
 from milepost.storage.outbox import DeliveryFailed, Record, RecordRefused
 
-PREFIX = "milepost."
 UID = PREFIX + "uid"
 PARENT_MODEL = PREFIX + "parent_model_id"
 
-# Limits of MLflow, which cuts longer values in silence or refuses them; a name leaves room for a prefix.
-NAME_CHARACTERS = 200
-PARAM_CHARACTERS = 500
-TAG_CHARACTERS = 5000
-DIGEST_CHARACTERS = 36
-BATCH = 100
-
-_ILLEGAL = re.compile(r"[^/\w.\- :]")
-_ILLEGAL_IN_MODEL = re.compile(r"[/:.%\"'\s]")
+BATCH = 100  # the most tags or parameters in one request
 
 
 def sqlite_uri(folder: str) -> str:
@@ -45,38 +35,22 @@ def artifact_location(tracking_uri: str) -> str | None:
     return str(Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
 
 
-def legal_name(name: str) -> str:
-    """`name` itself where MLflow takes it, else a legal name that no other name is mapped to."""
-    parts = [part for part in _ILLEGAL.sub("_", name).split("/") if part not in ("", ".", "..")]
-    legal = posixpath.join("", *parts)
-    if legal == name and len(name) <= NAME_CHARACTERS:
-        return name
-    return f"{legal[: NAME_CHARACTERS - 9] or 'name'}-{files.digest_of(name.encode(errors='surrogatepass'))[:8]}"
-
-
-def flatten(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`section.field` and its value as text, cut to what MLflow keeps."""
-    for key, value in sections.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"{prefix}{key}", text[:PARAM_CHARACTERS]
-
-
-def _aliases(names: Mapping[str, Any]) -> dict[str, str]:
-    """Tags that give the real name of every metric or parameter that had to be renamed."""
-    legal = {name: legal_name(name) for name in names}
-    return {f"{PREFIX}alias.{new}": name for name, new in legal.items() if new != name}
-
-
-def _tags(tags: Mapping[str, str]) -> dict[str, str]:
-    return {f"{PREFIX}{legal_name(name)}": value[:TAG_CHARACTERS] for name, value in tags.items()}
-
-
 def _batches(items: list[Any]) -> Iterator[list[Any]]:
     for start in range(0, len(items), BATCH):
         yield items[start : start + BATCH]
+
+
+def _unreachable() -> tuple[type[Exception], ...]:
+    """What MLflow's client raises when its store or server cannot do something now."""
+    import requests
+    import sqlalchemy.exc
+    from mlflow.exceptions import MlflowException
+
+    return MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError, OSError
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _open(tracking_uri: str) -> Any:
@@ -122,35 +96,33 @@ class Lineage:
         }
         if record.get("kind") not in kinds:
             raise RecordRefused(f"unknown kind of record {record.get('kind')!r}; known: {sorted(kinds)}")
-        import requests
-        import sqlalchemy.exc
-        from mlflow.exceptions import MlflowException
-
         try:
-            if self._client is None:
-                client = _open(self.tracking_uri)
-                location = artifact_location(self.tracking_uri)
-                self._experiment_id = _experiment(client, self.experiment, location)
-                self._client = client
+            self._connect()
             kinds[record["kind"]](record)
-        except KeyError as error:
-            raise RecordRefused(f"record {record.get('id')!r} has no {error}") from error
-        except MlflowException as error:
-            refused = error.error_code == "INVALID_PARAMETER_VALUE"
-            raise (RecordRefused if refused else DeliveryFailed)(f"MLflow at {self.tracking_uri}: {error}") from error
-        except (requests.RequestException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
-            raise DeliveryFailed(f"MLflow at {self.tracking_uri}: {error}") from error
+        except _unreachable() as error:
+            self._runs.clear()
+            if self._client is not None and getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":
+                raise RecordRefused(f"record {record['id']!r}: {_first_line(error)}") from error
+            raise DeliveryFailed(f"MLflow at {self.tracking_uri}: {_first_line(error)}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordRefused(f"record {record.get('id')!r} cannot be sent to MLflow: {error!r}") from error
+
+    def _connect(self) -> None:
+        if self._client is None:
+            client = _open(self.tracking_uri)
+            self._experiment_id = _experiment(client, self.experiment, artifact_location(self.tracking_uri))
+            self._client = client
 
     def _send_run(self, record: Record) -> None:
         run = self._run(record, "run")
         text = files.canonical_json(record["parameters"])
         params = dict(flatten(record["parameters"]))
-        tags = _tags(record["tags"] | {"parameters_sha256": files.digest_of(text.encode())}) | _aliases(params)
+        tags = own_tags(record["tags"] | {"parameters_sha256": files.digest_of(text.encode())}) | aliases(params)
         if record["parent_run"]:
             tags[PREFIX + "parent_run"] = record["parent_run"]
         if "commit" in record["tags"]:
             tags["mlflow.source.git.commit"] = record["tags"]["commit"]
-        self._log(run, tags=tags, params={legal_name(name): value for name, value in params.items()})
+        _log(self._client, run, tags=tags, params={legal_name(name): value for name, value in params.items()})
         self._client.log_dict(run, record["parameters"], "run.json")
 
     def _send_resume(self, record: Record) -> None:
@@ -159,10 +131,10 @@ class Lineage:
     def _send_step(self, record: Record) -> None:
         run, parent = self._run(record, record["id"], step=record["step"]), self._run(record, "run")
         metrics = record["metrics"] | {"nonfinite_metrics": float(len(record["nonfinite"]))}
-        tags = {f"nonfinite.{name}": value for name, value in record["nonfinite"].items()}
-        self._log(run, tags=_tags(record["tags"] | tags))
-        for each in (run, parent):
-            self._log(each, tags=_aliases(metrics), metrics=metrics, step=record["step"], time_ms=record["time_ms"])
+        nonfinite = {f"nonfinite.{name}": value for name, value in record["nonfinite"].items()}
+        points = _points(metrics, record)
+        _log(self._client, run, tags=own_tags(record["tags"] | nonfinite) | aliases(metrics), metrics=points)
+        _log(self._client, parent, tags=aliases(metrics), metrics=points)
         self._client.log_inputs(run, datasets=[_dataset(name, table) for name, table in record["tables"].items()])
         self._client.set_terminated(run, "FINISHED", end_time=record["time_ms"])
 
@@ -181,7 +153,7 @@ class Lineage:
     def _send_end(self, record: Record) -> None:
         run = self._run(record, "run")
         if record["reason"]:
-            self._log(run, tags=_tags({"reason": record["reason"]}))
+            _log(self._client, run, tags=own_tags({"reason": record["reason"]}))
         self._client.set_terminated(run, record["status"], end_time=record["time_ms"])
 
     def _run(self, record: Record, name: str, *, step: int | None = None) -> str:
@@ -213,32 +185,38 @@ class Lineage:
         external = {UID: record["uid"], "mlflow.model.isExternal": "true"} | ({PARENT_MODEL: parent} if parent else {})
         model = self._client.create_logged_model(
             self._experiment_id,
-            name=_ILLEGAL_IN_MODEL.sub("_", f"{record['run_id']}-v{record['version']}"),
+            name=model_name(f"{record['run_id']}-v{record['version']}"),
             source_run_id=run,
-            tags=_tags(tags) | external,
+            tags=own_tags(tags) | external,
         )
         _write_model_file(self._client, model)
         return str(model.model_id)
 
-    def _log(
-        self,
-        run: str,
-        *,
-        tags: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        step: int = 0,
-        time_ms: int = 0,
-    ) -> None:
-        from mlflow.entities import Metric, Param, RunTag
 
-        for tag_batch in _batches([RunTag(name, value) for name, value in (tags or {}).items()]):
-            self._client.log_batch(run, tags=tag_batch)
-        for param_batch in _batches([Param(name, value) for name, value in (params or {}).items()]):
-            self._client.log_batch(run, params=param_batch)
-        points = [Metric(legal_name(name), value, time_ms, step) for name, value in (metrics or {}).items()]
-        for metric_batch in _batches(points):
-            self._client.log_batch(run, metrics=metric_batch)
+def _log(
+    client: Any,
+    run: str,
+    *,
+    tags: Mapping[str, str],
+    params: Mapping[str, str] | None = None,
+    metrics: Sequence[Any] = (),
+) -> None:
+    """Tags, parameters and points, in requests that MLflow takes."""
+    from mlflow.entities import Param, RunTag
+
+    for tag_batch in _batches([RunTag(name, value) for name, value in tags.items()]):
+        client.log_batch(run, tags=tag_batch)
+    for param_batch in _batches([Param(name, value) for name, value in (params or {}).items()]):
+        client.log_batch(run, params=param_batch)
+    for metric_batch in _batches(list(metrics)):
+        client.log_batch(run, metrics=metric_batch)
+
+
+def _points(metrics: Mapping[str, float], record: Record) -> list[Any]:
+    """One point of a curve for each metric, at the time of the record so that a second delivery adds none."""
+    from mlflow.entities import Metric
+
+    return [Metric(legal_name(name), value, record["time_ms"], record["step"]) for name, value in metrics.items()]
 
 
 def _sibling(record: Record, name: str) -> str:
