@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from milepost.engines.hf_export import publish_folder
+from milepost.engines.megatron_model import parts, torch_adams
 from milepost.engines.protocols import UpdateResult
 from milepost.storage import files
 
@@ -92,10 +93,24 @@ def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress
     state = _state(model, optimizer, loading=True, streams=index["layout"] == _layout())
     loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    _load_optimizer(optimizer, loaded["optimizer"], index["optimizer_steps"])
     if "streams" in loaded:
         _set_streams(loaded["streams"])
     return Progress(index["optimizer_steps"], UpdateResult(**index["last"]) if index["last"] else None)
+
+
+def _load_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
+    """Load groups and moments. Megatron's loader wants no step count beside the moments, where torch's Adam has it."""
+    (part,) = parts(optimizer)
+    moments = loaded.pop("param_state")
+    part.load_state_dict(loaded)
+    for adam in torch_adams(optimizer):
+        for state in adam.state.values():
+            state.pop("step")
+    part.load_parameter_state_from_fully_reshardable(moments)
+    for adam in torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = torch.tensor(float(steps))
 
 
 def _layout() -> list[int]:

@@ -27,6 +27,10 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def _leave_empty(weight: Tensor) -> None:
+    """Weights are read from the model folder. Without an initialization Megatron would not mark them as slices."""
+
+
 def transformer_config(shape: ModelShape, model: ModelSection, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=shape.layers,
@@ -50,8 +54,11 @@ def transformer_config(shape: ModelShape, model: ModelSection, dtype: torch.dtyp
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         variable_seq_lengths=model.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
         calculate_per_token_loss=True,  # sums instead of averages over micro-batches and ranks
-        perform_initialization=False,  # every weight is read from the model folder
+        init_method=_leave_empty,
+        output_layer_init_method=_leave_empty,
+        embedding_init_method=_leave_empty,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -130,9 +137,35 @@ def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerSection,
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    built = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for adam in torch_adams(built):
+        _fill_moments(adam)
+    return built
 
 
-def set_learning_rate(optimizer: Any, rate: float) -> None:
+def set_rates(optimizer: Any, *, lr: float, weight_decay: float) -> None:
+    """The rates of the next step. Megatron's groups say which weights decay: not norms and biases."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The DistributedOptimizers in what Megatron's factory returned."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def torch_adams(optimizer: Any) -> list[torch.optim.Adam]:
+    """Torch's Adams in a Megatron optimizer: none where a fused one is installed, which counts steps its own way."""
+    return [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+
+
+def _fill_moments(adam: torch.optim.Adam) -> None:
+    """Give Adam the state it otherwise makes at its first step, because a checkpoint can be wanted before."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

@@ -17,7 +17,7 @@ from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.digest import weights_digest
 from milepost.engines.hf_export import export_folder, local_path
 from milepost.engines.losses import get_loss
-from milepost.engines.megatron_model import build_model, build_optimizer, device, set_learning_rate, wrap_model
+from milepost.engines.megatron_model import build_model, build_optimizer, device, set_rates, wrap_model
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.megatron_weights import HfFolder, gather_weights, load_weights
 from milepost.engines.model_layout import check_layout, read_shape
@@ -35,9 +35,6 @@ class MegatronRank:
     """A rank from its start to its end. `connect` builds the model; nothing else may be called before it."""
 
     def __init__(self, rank: int, world: int, setup: "TrainSetup") -> None:
-        hf_config = files.read_json(files.join(setup.model_dir, "config.json"))
-        check_layout(hf_config, setup.model)
-        self._shape = read_shape(hf_config)
         self._rank, self._world, self._setup = rank, world, setup
         self._threads = megatron_world.thread_count(setup.perf.train_threads, world)
         self._tracker = CpuRngTracker()
@@ -57,6 +54,9 @@ class MegatronRank:
 
     def connect(self, address: str, port: int) -> None:
         """Join the other ranks and load this rank's slice of the model."""
+        hf_config = files.read_json(files.join(self._setup.model_dir, "config.json"))
+        check_layout(hf_config, self._setup.model)
+        self._shape = read_shape(hf_config)
         megatron_world.keep_to_loopback(address)
         if self._store is None:
             self._store = dist.TCPStore(address, port, self._world, is_master=False)
@@ -133,7 +133,7 @@ class MegatronRank:
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if math.isfinite(norm) and math.isfinite(loss):
-            set_learning_rate(self._optimizer, rate)
+            set_rates(self._optimizer, lr=rate, weight_decay=self._setup.optimizer.weight_decay)
             self._optimizer.step()
         return norm
 

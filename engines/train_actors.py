@@ -13,6 +13,8 @@ from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, Update
 from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
 from milepost.storage.tables import TableRef
 
+import ray  # isort: skip  (after cluster, which sets how it authenticates)
+
 
 @dataclass(frozen=True)
 class TrainSetup:
@@ -28,6 +30,10 @@ class TrainSetup:
     @property
     def world(self) -> int:
         return self.model.tensor_parallel * self.model.pipeline_parallel * self.model.data_parallel
+
+
+class TrainEngineDied(RuntimeError):
+    """A rank's process ended while it was asked for something. The engine is of no more use: close it."""
 
 
 class TrainActors:
@@ -76,14 +82,17 @@ class TrainActors:
 
 def _first_answer(refs: Sequence[Any], timeout_seconds: float, *, what: str) -> Any:
     """The first ref's value once all are done. The first error is raised at once: the other ranks may wait for it."""
-    import ray
-
     deadline = time.monotonic() + timeout_seconds
     pending = list(refs)
     while pending:
         done, pending = ray.wait(pending, timeout=cluster.POLL_SECONDS)
         for ref in done:
-            cluster.wait(ref, timeout_seconds, what=what)
+            try:
+                cluster.wait(ref, timeout_seconds, what=what)
+            except ray.exceptions.RayActorError as error:
+                raise TrainEngineDied(
+                    f"rank {refs.index(ref)} died during {what}: restore the last checkpoint"
+                ) from error
         if pending and time.monotonic() > deadline:
             raise cluster.EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s")
     return cluster.wait(refs[0], timeout_seconds, what=what)
@@ -95,8 +104,6 @@ def rank_name(run: str, rank: int) -> str:
 
 def start_train_engine(run: str, setup: TrainSetup, *, rank_class: Any, timeout_seconds: float) -> TrainActors:
     """Start one actor a rank and wait until all hold their part of the model; none is left when that fails."""
-    import ray
-
     num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
     ranks: list[Any] = []
     engine = TrainActors(ranks, timeout_seconds=timeout_seconds)

@@ -1,0 +1,142 @@
+"""The Megatron train engine over two ranks gives what one rank gives, however the model and the batch are split."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from milepost.engines import cluster
+from milepost.engines.megatron_rank import MegatronRank
+from milepost.engines.protocols import UpdateParams, UpdateResult, WeightSource
+from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
+from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.storage.tables import TableRef, read_table, write_table
+
+pytestmark = pytest.mark.slow
+
+VOCAB = 67  # odd, so that tensor parallelism has to pad it
+UPDATE = UpdateParams("ppo_clip", {"clip_low": 0.2})
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    cluster.connect(num_cpus=2)
+    yield
+    cluster.disconnect()
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    # A large eps keeps Adam from blowing up rounding differences of gradients that are close to zero.
+    optimizer = OptimizerSection(lr=1e-3, eps=1e-2, weight_decay=0.1)
+    return TrainSetup(str(folder), ModelSection(), optimizer, PerfSection(train_threads=1), 0.8, 0)
+
+
+def rollouts() -> pa.Table:
+    random = np.random.default_rng(0)
+    rows: list[dict[str, object]] = []
+    for index in range(9):
+        prompt, response = int(random.integers(2, 9)), int(random.integers(1, 17))
+        row: dict[str, object] = {name: "" for name in ROLLOUTS.names if ROLLOUTS.field(name).type == pa.string()}
+        row |= {"step": 0, "shard": 0, "turns": 1, "seed": 0, "response_escaped": False, "kept": True}
+        row |= {"sample_id": str(index), "advantages": [float(random.normal())] * response}
+        row |= {"prompt_token_ids": random.integers(0, VOCAB, prompt).tolist(), "loss_mask": [1] * response}
+        row |= {"response_token_ids": random.integers(0, VOCAB, response).tolist()}
+        row |= {"rollout_logprobs": (-random.random(response)).tolist()}
+        rows.append(row)
+    return from_rows(rows, ROLLOUTS)
+
+
+def tensors(source: WeightSource) -> dict[str, torch.Tensor]:
+    return load_file(Path(source.uri) / "model.safetensors")
+
+
+def train(engine: TrainActors | MegatronRank, folder: Path) -> tuple[WeightSource, TableRef, list[UpdateResult]]:
+    """Weights at the start, the batch with log-probabilities, and two steps on it."""
+    start = engine.weights(str(folder / "start"), 0)
+    batch = write_table(str(folder / "batch"), rollouts(), ROLLOUTS)
+    filled = engine.logprobs(batch, "policy", str(folder / "filled"))
+    assert filled is not None
+    return start, filled, [engine.step(filled, UPDATE, key) for key in ("first", "second")]
+
+
+@pytest.fixture(scope="module")
+def alone(setup: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MegatronRank, object]:
+    """One rank in this process, after two steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    rank = MegatronRank(0, 1, setup)
+    rank.connect(*rank.rendezvous())
+    outcome = train(rank, folder)
+    rank.weights(str(folder / "end"), 2)
+    return folder, rank, outcome
+
+
+LAYOUTS = {
+    "tensor": ModelSection(tensor_parallel=2),
+    "pipeline": ModelSection(pipeline_parallel=2),
+    "data": ModelSection(data_parallel=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_do_what_one_rank_does(
+    layout: str, setup: TrainSetup, alone: tuple, ray_cluster: None, tmp_path: Path
+) -> None:
+    folder, rank, (start, filled, results) = alone
+    two = replace(setup, model=LAYOUTS[layout], perf=PerfSection(train_threads=1, max_tokens_per_micro_batch=32))
+    engine = start_train_engine(layout, two, rank_class=MegatronRank, timeout_seconds=120)
+    try:
+        start_two, filled_two, results_two = train(engine, tmp_path)
+        assert start_two.version == start.version
+        for ours, theirs in zip(results_two, results, strict=True):
+            assert ours.applied and ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-6)
+            assert ours.metrics["grad_norm"] == pytest.approx(theirs.metrics["grad_norm"], rel=1e-4)
+        found, wanted = (np.concatenate(read_table(ref)["old_logprobs"].to_pylist()) for ref in (filled_two, filled))
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        end = engine.weights(str(tmp_path / "end"), 2)
+        for name, tensor in load_file(folder / "end" / "model.safetensors").items():
+            torch.testing.assert_close(tensors(end)[name], tensor, atol=2e-5, rtol=0)
+
+        # A checkpoint of two ranks continues on one.
+        rank.restore(engine.save(str(tmp_path / "checkpoint")))
+        assert rank.weights(str(tmp_path / "moved"), 2).version == end.version
+        third, third_two = rank.step(filled_two, UPDATE, "third"), engine.step(filled_two, UPDATE, "third")
+        assert third.metrics["grad_norm"] == pytest.approx(third_two.metrics["grad_norm"], rel=1e-4)
+        moved, stayed = rank.weights(str(tmp_path / "one"), 3), engine.weights(str(tmp_path / "two"), 3)
+        for name, tensor in tensors(moved).items():
+            torch.testing.assert_close(tensors(stayed)[name], tensor, atol=2e-5, rtol=0)
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(setup: TrainSetup, ray_cluster: None) -> None:
+    broken = replace(setup, model=ModelSection(tensor_parallel=4))
+    with pytest.raises(ValueError, match="tensor_parallel is 4, it must divide the model's 2 key-value heads"):
+        start_train_engine("broken", replace(broken), rank_class=MegatronRank, timeout_seconds=120)
+    with pytest.raises(LookupError, match="no engine called 'broken/train-0'"):
+        connect_train_engine("broken", 4, timeout_seconds=5)
