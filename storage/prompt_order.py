@@ -67,7 +67,7 @@ def _check(count: int, cursor: Cursor, size: int) -> None:
         raise ValueError("a set of 0 prompts has none to serve: give at least 1")
     if not 0 <= cursor.position < size:
         raise ValueError(
-            f"the cursor is at prompt {cursor.position} of a set of {size}: the prompt set is not the one it was made for"
+            f"the cursor is at prompt {cursor.position} of a set of {size}: it was made for another prompt set"
         )
 
 

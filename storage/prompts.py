@@ -91,10 +91,9 @@ def load_prompts(
     """Read and tokenize the prompt set of `data`; ValueError says which file and line is wrong, and why.
 
     A prompt of `context_length` tokens or more leaves no room for a response and is set aside. With
-    `data.on_bad_line="quarantine"` bad lines go to `quarantine_uri`, as JSON lines of file, line, reason and text.
+    `data.on_bad_line="quarantine"` bad lines are counted and, as JSON lines of file, line, reason and text, written to
+    `quarantine_uri`.
     """
-    if data.on_bad_line == "quarantine" and quarantine_uri is None:
-        raise ValueError("data.on_bad_line is 'quarantine' and there is no file to move bad lines to: name one")
     uri, _ = parse_path(data.path)
     found: list[Prompt] = []
     bad: list[BadLine] = []
@@ -194,7 +193,7 @@ def _checked_metadata(metadata: Any, key: str) -> dict[str, Any]:
 def _tokens(prompt: str | Messages, tokenizer: Tokenizer, *, template: bool) -> list[int]:
     if not template and not isinstance(prompt, str):
         raise _Unusable("the prompt is a list of messages: set data.apply_chat_template, or give a string")
-    text = prompt if is_unicode(to_json(prompt)) else _unicode(prompt)
+    text = _unicode(prompt)
     try:
         ids = tokenizer.render(text) if template else tokenizer.encode(text)
     except ValueError as error:
@@ -205,9 +204,9 @@ def _tokens(prompt: str | Messages, tokenizer: Tokenizer, *, template: bool) -> 
 
 
 def _unicode(value: Any) -> Any:
-    """`value` with lone surrogates replaced in its strings: no tokenizer has a token for them."""
+    """`value` with U+FFFD for the lone surrogates in its strings: no tokenizer has tokens for them."""
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()
+        return value if is_unicode(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
         return [_unicode(item) for item in value]
     if isinstance(value, dict):

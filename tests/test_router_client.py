@@ -1,0 +1,153 @@
+"""HttpGenerate against a transport that answers as told, and against a real router for the path in between."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from milepost.engines.protocols import Completion, GenerateRequest, WeightVersion
+from milepost.router.client import GenerationFailed, HttpGenerate, RequestRefused, parse_completion, set_weight_version
+
+REQUEST = GenerateRequest("000000-0-0000-000", [1, 2], {"max_new_tokens": 2, "temperature": 1.0})
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def answer_of(**changes: Any) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-0.5, 7, None], [-1.25, 8, None]],
+        "weight_version": "1-bb",
+    }
+    return {"text": "ab", "output_ids": [7, 8], "meta_info": {**meta, **changes}}
+
+
+def generate(answer: Answer, *, timeout_seconds: float = 20.0, retries: int = 3) -> Completion:
+    async def ask() -> Completion:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            function = HttpGenerate("http://engine", client, timeout_seconds=timeout_seconds, retries=retries)
+            return await function(REQUEST)
+
+    return asyncio.run(ask())
+
+
+def scripted(*steps: httpx.Response | Exception) -> tuple[Answer, list[httpx.Request]]:
+    """A transport that takes one step a request, and the requests it saw."""
+    seen: list[httpx.Request] = []
+    remaining = list(steps)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        step = remaining.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    return answer, seen
+
+
+def test_a_request_is_sglangs_and_its_answer_becomes_a_completion() -> None:
+    answer, seen = scripted(httpx.Response(200, json=answer_of(weight_version_first="0-aa")))
+    found = generate(answer)
+    assert str(seen[0].url) == "http://engine/generate"
+    assert json.loads(seen[0].content) == {
+        "rid": REQUEST.sample_id,
+        "input_ids": [1, 2],
+        "sampling_params": {"max_new_tokens": 2, "temperature": 1.0},
+        "return_logprob": True,
+    }
+    versions = WeightVersion(0, "aa"), WeightVersion(1, "bb")
+    assert found == Completion("ab", [7, 8], [-0.5, -1.25], "length", *versions)
+
+
+def test_one_version_is_first_and_last_when_weights_did_not_change() -> None:
+    found = parse_completion("s", answer_of())
+    assert found.weight_version_first == found.weight_version_last == WeightVersion(1, "bb")
+
+
+def test_a_refused_request_is_asked_once_and_says_what_the_server_said() -> None:
+    answer, seen = scripted(httpx.Response(400, json={"error": {"message": "the prompt is too long"}}))
+    with pytest.raises(RequestRefused, match=r"'000000-0-0000-000' was refused .*: 400 the prompt is too long"):
+        generate(answer)
+    assert len(seen) == 1
+
+
+def test_a_server_error_and_a_broken_connection_are_tried_again() -> None:
+    good = httpx.Response(200, json=answer_of())
+    answer, seen = scripted(httpx.Response(503, text="busy"), httpx.ConnectError("refused"), good)
+    assert generate(answer).output_ids == [7, 8]
+    assert len(seen) == 3 and {json.loads(request.content)["rid"] for request in seen} == {REQUEST.sample_id}
+
+
+def test_when_every_attempt_fails_the_last_problem_is_told() -> None:
+    answer, _ = scripted(httpx.Response(502, text="first"), httpx.Response(503, json={"message": "no worker"}))
+    with pytest.raises(GenerationFailed, match="after 2 attempts: 503 no worker"):
+        generate(answer, retries=1)
+
+
+def test_a_request_past_its_deadline_is_aborted_in_the_engine() -> None:
+    aborted: list[Any] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/generate":
+            await asyncio.sleep(60)
+        aborted.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200)
+
+    with pytest.raises(TimeoutError, match=r"no answer within 0.05 s and was aborted"):
+        generate(answer, timeout_seconds=0.05)
+    assert aborted == [("/abort_request", {"rid": REQUEST.sample_id})]
+
+
+def test_back_off_stays_inside_the_deadline() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(500 if request.url.path == "/generate" else 404)
+
+    with pytest.raises(TimeoutError, match="no answer within"):
+        generate(answer, timeout_seconds=0.3, retries=10_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "2 tokens came with 1 log-prob"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [-0.5, 9, None]]}, "token 1 is 8, its log-probability is of 9"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [None, 8, None]]}, "token 1 has the log-probability None"),
+        ({"output_token_logprobs": [[float("nan"), 7, None], [-1.0, 8, None]]}, "token 0 has the log-probability nan"),
+        ({"output_token_logprobs": [[float("-inf"), 7, None], [-1.0, 8, None]]}, "log-probability -inf"),
+        ({"output_token_logprobs": None}, "is not SGLang's"),
+        ({"weight_version": "default"}, "'default' is not a weight version"),
+        ({"finish_reason": {"type": "tired"}}, "finish reason 'tired'"),
+        ({"finish_reason": None}, "is not SGLang's"),
+    ],
+)
+def test_an_answer_that_is_not_sound_names_the_sample_and_the_fault(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"sample 'me': .*{message}"):
+        parse_completion("me", answer_of(**changes))
+
+
+@pytest.mark.parametrize("answer", [[], "text", None, {}, {"meta_info": {}}, {"meta_info": [1]}])
+def test_an_answer_of_another_shape_names_the_sample(answer: Any) -> None:
+    with pytest.raises(ValueError, match="sample 'me': the answer"):
+        parse_completion("me", answer)
+
+
+def test_an_answer_that_is_not_json_is_an_error_and_not_retried() -> None:
+    answer, seen = scripted(httpx.Response(200, text="<html>"))
+    with pytest.raises(ValueError, match="the answer is not JSON: '<html>'"):
+        generate(answer)
+    assert len(seen) == 1
+
+
+def test_an_aborted_sample_without_tokens_is_a_completion() -> None:
+    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": "0-a"}
+    found = parse_completion("s", {"text": "", "output_ids": [], "meta_info": meta})
+    assert (found.finish_reason, found.output_ids, found.logprobs) == ("abort", [], [])
+
+
+def test_a_router_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(ConnectionError, match=r"the router at http://127\.0\.0\.1:9 did not answer"):
+        asyncio.run(set_weight_version("http://127.0.0.1:9", WeightVersion(1, "bb")))
