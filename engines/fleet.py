@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.engines import cluster
-from milepost.engines.app_server import AppHandle, connect_app, start_app
+from milepost.engines.app_server import RunningApp, start_app
 from milepost.engines.graders import GraderPool
 from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, start_rollout_engine
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
@@ -40,7 +40,7 @@ def _rank_class(parameters: Parameters) -> Any:
 
 def _engine_class(parameters: Parameters) -> Any:
     if parameters.engines.rollout == "fake":
-        from milepost.engines.fake_backend import FakeEngine
+        from milepost.engines.rollout_actor import FakeEngine
 
         return FakeEngine
     from milepost.engines.rollout_actor import EmbeddedEngine
@@ -81,7 +81,7 @@ def _start_rollout(run: str, index: int, parameters: Parameters, model_dir: str)
     )
 
 
-def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters) -> AppHandle:
+def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters) -> RunningApp:
     workers = [engine.url() for engine in engines]
     kwargs = {"workers": workers, "request_timeout_seconds": parameters.rollout.timeout_seconds}
     return start_app(f"{run}/router", ROUTER_FACTORY, kwargs)
@@ -111,7 +111,7 @@ def connect_fleet(run: str, parameters: Parameters) -> Fleet:
     return Fleet(
         trainer=connect_train_engine(run, world_size(parameters), timeout_seconds=timeout),
         engines=[connect_rollout_engine(run, index) for index in range(parameters.engines.rollout_engines)],
-        router_url=connect_app(f"{run}/router").url(),
+        router_url=cluster.wait(cluster.actor(f"{run}/router").url.remote(), timeout, what="the router"),
     )
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from milepost.flows.failure import RunFailed, sentence
+from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,7 +98,7 @@ def demo(
     """Warm up a tiny model on arithmetic and train it by GRPO through the whole DAG, in minutes on two cores."""
     from milepost.flows.demo import run_demo, show
 
-    result = run_demo(root or "runs", seed=seed, steps=steps)
+    result = run_demo(root or DEFAULT_ROOT, seed=seed, steps=steps)
     if as_json:
         print(json.dumps(result.summary()))
     else:
@@ -109,7 +110,7 @@ def up(root: Root = None) -> None:
     """Start a Prefect server, an MLflow server and a Ray head on loopback, and print their addresses."""
     from milepost.flows import services
 
-    _rows(services.up(root or "runs").addresses(), "running")
+    services.up(absolute_root(root or DEFAULT_ROOT))
 
 
 @app.command()
@@ -117,8 +118,7 @@ def down() -> None:
     """Stop what `up` started, and nothing else."""
     from milepost.flows import services
 
-    stopped = services.down()
-    print(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
+    services.down()
 
 
 @app.command()
@@ -126,7 +126,7 @@ def doctor(root: Root = None, model: Annotated[str | None, typer.Option(help="Mo
     """Check this machine, and print a fix for everything that would get in the way."""
     from milepost.flows.doctor import diagnose, render
 
-    checks = diagnose(root or "runs", model)
+    checks = diagnose(root or DEFAULT_ROOT, model)
     Console().print(render(checks))
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
@@ -138,7 +138,7 @@ def sql(run: RunName, statement: str, root: Root = None, as_json: AsJson = False
     from milepost.flows.sql import query
     from milepost.storage import runs
 
-    folder = runs.run_folder(root or "runs", run)
+    folder = runs.run_folder(root or DEFAULT_ROOT, run)
     runs.load(folder)
     columns, rows = query(folder, statement)
     if as_json:
@@ -156,7 +156,7 @@ def report(run: RunName, root: Root = None) -> None:
     from milepost.flows.report import write_report
     from milepost.storage import runs
 
-    print(write_report(runs.run_folder(root or "runs", run)))
+    print(write_report(runs.run_folder(root or DEFAULT_ROOT, run)))
 
 
 @app.command()

@@ -14,11 +14,11 @@ from milepost.engines.fleet import joined_cluster
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
 from milepost.flows.curve import terminal_curve
-from milepost.flows.data import Problem, arithmetic_problems, write_problems
-from milepost.flows.progress import progress_bar
+from milepost.flows.data import Problem, arithmetic_problems, write_prompts
+from milepost.flows.progress import progress_bar, say
 from milepost.flows.recipe import absolute_root, load_recipe
 from milepost.flows.report import Evaluation, curve, evaluations, finished
-from milepost.flows.services import prefect_api, running, say
+from milepost.flows.services import prefect_api, running
 from milepost.flows.sft import Example, SftPlan, fine_tune
 from milepost.flows.train import train
 from milepost.storage import runs
@@ -68,8 +68,8 @@ def prepare(folder: Path, seed: int) -> DemoFiles:
     )
     problems, held_out = arithmetic_problems(TRAIN_PROBLEMS, seed, held_out=HELD_OUT_PROBLEMS)
     made = DemoFiles(folder, model, folder / "train.jsonl", folder / "held-out.jsonl", problems)
-    write_problems(problems, str(made.train_prompts))
-    write_problems(held_out, str(made.held_out_prompts))
+    for part, path in ((problems, made.train_prompts), (held_out, made.held_out_prompts)):
+        write_prompts([{"prompt": item.prompt, "label": item.label, "metadata": {}} for item in part], str(path))
     return made
 
 
@@ -121,7 +121,7 @@ def run_demo(root: str, *, seed: int, steps: int | None = None) -> DemoResult:
     root = absolute_root(root)
     run = f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     made = prepare(Path(root, f"{run}-warm-up"), seed)
-    with prefect_api(say), joined_cluster(running().ray_address):
+    with prefect_api(say=say, console_level="CRITICAL"), joined_cluster(running().ray_address):
         model_dir = warm_up(run, made, seed=seed)
         parameters, planned = demo_parameters(made, model_dir, seed=seed)
         sections = {name: getattr(parameters, name) for name in Parameters.model_fields}

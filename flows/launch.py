@@ -4,9 +4,10 @@ from typing import Any
 
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.plan import make_plan
+from milepost.flows.progress import say
 from milepost.flows.recipe import Request
 from milepost.flows.report import evaluations, finished
-from milepost.flows.services import prefect_api, say
+from milepost.flows.services import prefect_api
 from milepost.flows.train import train
 from milepost.storage import files, runs
 from milepost.storage.runs import RunFolder
@@ -24,7 +25,7 @@ async def launch(request: Request) -> dict[str, Any]:
     """Train, and return what there is to say of the finished run."""
     folder = check(request)
     sections = {name: getattr(request.parameters, name) for name in type(request.parameters).model_fields}
-    with prefect_api(say):
+    with prefect_api(say=say, console_level="CRITICAL"):
         try:
             await train(run=request.run, root=request.root, steps=request.steps, **sections)
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause

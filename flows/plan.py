@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from milepost.engines.losses import check_loss
+from milepost.engines.loss_params import check_loss
 from milepost.engines.model_layout import check_layout, parameter_count
 from milepost.engines.model_source import resolve_model
 from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.service_state import state_folder
-from milepost.storage import files
 from milepost.storage.batch_plan import BatchPlan, batch_plan
 from milepost.storage.parameters import Parameters
 from milepost.storage.prompts import PromptSet, load_prompts
@@ -75,7 +74,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     check_lengths(parameters)
     model_path = _require(parameters.model.path, "model.path", "FOLDER")
     data_path = _require(parameters.data.path, "data.path", "prompts.jsonl")
-    model_dir = resolve_model(model_path, files.join(state_folder(), "models"))
+    model_dir = resolve_model(model_path, str(state_folder() / "models"))
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
     _check_context(config, parameters)

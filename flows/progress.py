@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
+def say(text: str) -> None:
+    """One line for a person; stdout is left to results."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class Advance(Protocol):
     """Called once a finished step with what to show of it."""
 
@@ -58,6 +63,6 @@ def _plain_lines(title: str, total: int) -> Advance:
         done += 1
         elapsed = time.monotonic() - begun
         eta = elapsed / done * (total - done)
-        print(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s", file=sys.stderr, flush=True)
+        say(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s")
 
     return advance

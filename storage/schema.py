@@ -115,7 +115,9 @@ def migrate(table: pa.Table) -> pa.Table:
     schema = SCHEMAS[schema_name(table.schema)]
     version = int(table.schema.metadata.get(_VERSION_KEY, b"0"))
     if version > SCHEMA_VERSION:
-        raise SchemaMismatch(f"schema version {version} is newer than this Milepost, which reads {SCHEMA_VERSION}: upgrade")
+        raise SchemaMismatch(
+            f"schema version {version} is newer than the {SCHEMA_VERSION} this Milepost reads: upgrade Milepost"
+        )
     return check(table, schema)
 
 

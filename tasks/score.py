@@ -1,22 +1,22 @@
 """The third node: a verdict for every sample, from graders that run elsewhere and against a deadline."""
 
-import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from milepost.engines.graders import Answer, GraderPool
+from milepost.engines.graders import GraderPool
 from milepost.storage import text
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import RewardSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns
 from milepost.tasks.generate import Shard
-
-GRADER = "milepost.tasks.rewards:grade_row"
+from milepost.tasks.rewards import grade_rows
+from milepost.tasks.verdict import Verdict
 
 
 def grader_rows(table: pa.Table) -> list[dict[str, Any]]:
@@ -34,28 +34,19 @@ def grader_rows(table: pa.Table) -> list[dict[str, Any]]:
     ]
 
 
-def verdict_of(answer: Answer) -> dict[str, Any]:
-    """The verdict as stored; a grader that timed out, died or raised gives a null score with its reason."""
-    if answer.value is not None:
-        verdict: dict[str, Any] = answer.value
-        return verdict
-    return {"score": None, "parts": {}, "reason": answer.reason, "grader": "", "seconds": 0.0, "extracted": None}
-
-
-def with_verdicts(table: pa.Table, verdicts: list[dict[str, Any]]) -> pa.Table:
-    """The table with reward, rewards and verdict filled. NaN and infinity never become a reward."""
-    scores = [verdict["score"] for verdict in verdicts]
-    finite = [None if score is None or not math.isfinite(score) else float(score) for score in scores]
-    parts = [[(name, value) for name, value in verdict["parts"].items()] for verdict in verdicts]
-    stored = [text.to_json(verdict) for verdict in verdicts]
-    return with_columns(table, {"reward": list(finite), "rewards": list(parts), "verdict": list(stored)})
+def with_verdicts(table: pa.Table, verdicts: list[Verdict]) -> pa.Table:
+    """The table with reward, rewards and verdict filled. A verdict without a score is a null reward with its reason."""
+    rewards = [verdict.score for verdict in verdicts]
+    parts = [list(verdict.parts.items()) for verdict in verdicts]
+    stored = [text.to_json(asdict(verdict)) for verdict in verdicts]
+    return with_columns(table, {"reward": list(rewards), "rewards": list(parts), "verdict": list(stored)})
 
 
 async def score_table(table: pa.Table, reward: RewardSection, *, pool: GraderPool) -> pa.Table:
     """The table with a verdict for every sample."""
-    items = [(reward.name, item, reward.options) for item in grader_rows(table)]
-    answers = await pool.map(GRADER, items, timeout_seconds=reward.timeout_seconds)
-    return with_verdicts(table, [verdict_of(answer) for answer in answers])
+    rows = grader_rows(table)
+    limit = reward.timeout_seconds
+    return with_verdicts(table, await grade_rows(pool, reward.name, rows, reward.options, timeout_seconds=limit))
 
 
 @task(task_run_name="score-{shard.round}.{shard.index}", cache_policy=NO_CACHE)

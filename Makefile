@@ -1,0 +1,61 @@
+# Everything a fresh machine needs: `make demo` and `make test` set themselves up in .venv.
+#
+# TORCH        the torch requirement to install first
+# TORCH_INDEX  where to take it from; empty for pip's own indexes. Without an NVIDIA GPU the CPU builds are asked first.
+
+PYTHON      ?= python3
+TORCH       ?= torch==2.13.0
+ifeq ($(shell sh -c 'command -v nvidia-smi'),)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test check types bench doctor clean
+
+demo: $(VENV)/.installed
+	$(BIN)/milepost demo
+
+test: $(VENV)/.installed check types
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+# Types are checked on what is shipped: the wheel's contents, built afresh.
+types: $(VENV)/.installed
+	rm -rf build
+	$(PIP) install --quiet --no-deps --target build/typed .
+	$(BIN)/mypy -p milepost.storage -p milepost.router \
+	  -m milepost.tasks.advantages -m milepost.tasks.filters -m milepost.tasks.rewards -m milepost.tasks.rollouts \
+	  -m milepost.tasks.samples -m milepost.tasks.verdict
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m tests.bench
+
+doctor: $(VENV)/.installed
+	$(BIN)/milepost doctor
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+
+# The CPU index may be out of reach: then pip's own indexes decide which torch there is.
+$(VENV)/.torch: | $(VENV)/bin/python
+	$(if $(TORCH_INDEX),$(PIP) install --quiet --retries 0 --timeout 15 --index-url $(TORCH_INDEX) "$(TORCH)" 2>/dev/null ||) \
+	  $(PIP) install "$(TORCH)"
+	touch $@
+
+# Byte-compiled at once: importing Prefect takes seconds otherwise, in every process.
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e ".[dev,smollm,envs]"
+	$(BIN)/python -m compileall -q $(VENV)/lib || true
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
