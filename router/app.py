@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Lifespan
 
 from milepost.router.access import TokenGuard
 from milepost.router.admin import Admin
@@ -49,19 +50,8 @@ def create_app(
     resends: int = 2,
 ) -> FastAPI:
     """Build the router over `pool`. `client` opens what talks to the engines; the application closes it."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, aiohttp.ClientSession]]:
-        async with client() as session:
-            await probe_all(pool, session, probe_timeout_seconds)
-            probing = asyncio.create_task(
-                keep_probing(pool, session, every_seconds=probe_seconds, timeout_seconds=probe_timeout_seconds)
-            )
-            yield {"client": session}
-            probing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await probing
-
+    _check(probe_seconds, probe_timeout_seconds, request_timeout_seconds, resends)
+    lifespan = _lifespan(pool, client, every_seconds=probe_seconds, timeout_seconds=probe_timeout_seconds)
     # An engine's own documentation stays reachable, so the router serves none.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     admin = Admin(pool, probe_timeout_seconds=probe_timeout_seconds, timeout_seconds=request_timeout_seconds)
@@ -73,6 +63,43 @@ def create_app(
     if token is not None:
         app.add_middleware(TokenGuard, token=token)
     return app
+
+
+def _lifespan(
+    pool: BackendPool,
+    client: Callable[[], aiohttp.ClientSession],
+    *,
+    every_seconds: float,
+    timeout_seconds: float,
+) -> Lifespan[FastAPI]:
+    """Every request finds the open client in its state."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, aiohttp.ClientSession]]:
+        async with client() as session:
+            await probe_all(pool, session, timeout_seconds)
+            probing = asyncio.create_task(
+                keep_probing(pool, session, every_seconds=every_seconds, timeout_seconds=timeout_seconds)
+            )
+            yield {"client": session}
+            probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await probing
+
+    return lifespan
+
+
+def _check(probe_seconds: float, probe_timeout_seconds: float, request_timeout_seconds: float, resends: int) -> None:
+    times = {
+        "probe_seconds": probe_seconds,
+        "probe_timeout_seconds": probe_timeout_seconds,
+        "request_timeout_seconds": request_timeout_seconds,
+    }
+    for name, value in times.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}, it must be more than 0")
+    if resends < 0:
+        raise ValueError(f"resends is {resends}, it must be at least 0")
 
 
 def build_app(

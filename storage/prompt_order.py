@@ -7,19 +7,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import pyarrow as pa
 
 from milepost.storage.prompts import PromptSet
 from milepost.storage.tables import with_columns
 
-
-class Pick(NamedTuple):
-    """One serving: the index of a prompt in its set, and the epoch it is served in."""
-
-    index: int
-    epoch: int
+Pick = tuple[int, int]
+"""One serving: the index of a prompt in its set, and the epoch it is served in."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ def take(count: int, cursor: Cursor, *, size: int, seed: int, shuffle: bool = Tr
     while len(picks) < count:
         stop = min(position + count - len(picks), size)
         order = permutation(size, seed, epoch) if shuffle else range(size)
-        picks += [Pick(index, epoch) for index in order[position:stop]]
+        picks += [(index, epoch) for index in order[position:stop]]
         epoch, position = (epoch, stop) if stop < size else (epoch + 1, 0)
     return picks, Cursor(epoch, position, cursor.served + count)
 
@@ -73,10 +68,10 @@ def _check(count: int, cursor: Cursor, size: int) -> None:
 
 def prompt_table(prompts: PromptSet, picks: Sequence[Pick], *, step: int, round_: int) -> pa.Table:
     """The picked prompts as a table of schema PROMPTS. A group id names step, round and position: unique in a run."""
-    served = prompts.table.take(pa.array([pick.index for pick in picks], pa.int64()))
-    columns = {
+    served = prompts.table.take(pa.array([index for index, _ in picks], pa.int64()))
+    columns: dict[str, list[object]] = {
         "group_id": [group_id(step, round_, position) for position in range(len(picks))],
-        "epoch": [pick.epoch for pick in picks],
+        "epoch": [epoch for _, epoch in picks],
     }
     return with_columns(served, columns)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.storage.parameters import DataSection
-from milepost.storage.prompt_order import Cursor, Pick, permutation, prompt_table, take
+from milepost.storage.prompt_order import Cursor, permutation, prompt_table, take
 from milepost.storage.prompts import PromptSet, load_prompts
 from milepost.storage.schema import PROMPTS, check
 
@@ -46,13 +46,13 @@ def test_any_cut_of_the_sequence_serves_the_same_order(size: int, seed: int, cou
 @given(SIZES, st.integers(0, 9), st.integers(1, 4))
 def test_each_epoch_serves_every_prompt_exactly_once(size: int, seed: int, epochs: int) -> None:
     picks, cursor = take(size * epochs, Cursor(), size=size, seed=seed)
-    assert Counter(picks) == Counter(Pick(index, epoch) for epoch in range(epochs) for index in range(size))
+    assert Counter(picks) == Counter((index, epoch) for epoch in range(epochs) for index in range(size))
     assert cursor == Cursor(epochs, 0, size * epochs)
 
 
 def test_a_batch_larger_than_the_set_wraps_as_often_as_needed() -> None:
     picks, cursor = take(12, Cursor(), size=5, seed=0)
-    counts = Counter(pick.index for pick in picks)
+    counts = Counter(index for index, _ in picks)
     assert len(picks) == 12 and min(counts.values()) >= 2
     assert cursor == Cursor(epoch=2, position=2, served=12)
 
@@ -93,7 +93,7 @@ def test_servings_become_a_table_whose_groups_are_unique_in_a_run(tmp_path: Path
     again = prompt_table(prompts, take(4, cursor, size=3, seed=0)[0], step=0, round_=1)
     assert check(first, PROMPTS)["group_id"].to_pylist()[:2] == ["000000-0-0000", "000000-0-0001"]
     assert first["epoch"].to_pylist() == [0, 0, 0, 1]
-    assert first["row"].to_pylist() == [pick.index for pick in picks]
+    assert first["row"].to_pylist() == [index for index, _ in picks]
     assert len({*first["group_id"].to_pylist(), *again["group_id"].to_pylist()}) == 8
 
 

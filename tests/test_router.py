@@ -73,6 +73,7 @@ class Engine:
                 Route("/get_model_info", self.info),
                 Route("/hang", self.hang, methods=["POST"]),
                 Route("/stream", self.stream, methods=["POST"]),
+                Route("/endless", self.endless, methods=["POST"]),
                 Route("/break_off", self.break_off),
                 Route("/refuse", self.refuse, methods=["POST"]),
                 Route("/{path:path}", self.echo, methods=methods),
@@ -110,6 +111,18 @@ class Engine:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    async def endless(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            self.running += 1
+            try:
+                while True:
+                    yield b"data: on and on\n\n"
+                    await asyncio.sleep(0.01)
+            finally:
+                self.running -= 1
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
     async def break_off(self, request: Request) -> Response:
         self.seen.append(("/break_off", b""))
         return TornResponse()
@@ -127,11 +140,20 @@ class TornResponse(Response):
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
 
 
-@pytest.fixture
-def engines() -> Iterator[list[tuple[Engine, str]]]:
+@pytest.fixture(scope="module")
+def running() -> Iterator[list[tuple[Engine, str]]]:
     first, second = Engine("first"), Engine("second")
     with serve(first.app()) as first_url, serve(second.app()) as second_url:
         yield [(first, first_url), (second, second_url)]
+
+
+@pytest.fixture
+def engines(running: list[tuple[Engine, str]]) -> list[tuple[Engine, str]]:
+    """Two engines, as new."""
+    for engine, _ in running:
+        engine.version, engine.well = "0-aa", True
+        engine.seen.clear()
+    return running
 
 
 @contextlib.contextmanager
@@ -235,6 +257,16 @@ def test_a_client_that_leaves_ends_the_request_in_the_engine(engines: list[tuple
     with route(url) as client:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/hang", timeout=0.5)
+        eventually(lambda: engine.running == 0)
+        eventually(lambda: client.get("/workers").json()["workers"][0]["in_flight"] == 0)
+
+
+def test_a_client_that_leaves_a_stream_ends_it_in_the_engine(engines: list[tuple[Engine, str]]) -> None:
+    engine, url = engines[0]
+    with route(url) as client:
+        with client.stream("POST", "/endless") as answer:
+            assert next(answer.iter_raw()) == b"data: on and on\n\n"
+            assert engine.running == 1
         eventually(lambda: engine.running == 0)
         eventually(lambda: client.get("/workers").json()["workers"][0]["in_flight"] == 0)
 
@@ -388,6 +420,12 @@ def test_what_needs_no_token_is_listed(path: str, expected: bool) -> None:
 def test_an_empty_token_is_refused() -> None:
     with pytest.raises(ValueError, match="token is empty"):
         TokenGuard(Starlette(), token="")
+
+
+@pytest.mark.parametrize("option", ["probe_seconds", "probe_timeout_seconds", "request_timeout_seconds"])
+def test_a_time_that_is_not_positive_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option} is 0, it must be more than 0"):
+        build_app(**{option: 0})
 
 
 def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
