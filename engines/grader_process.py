@@ -64,6 +64,10 @@ class GraderProcess:
         `warm_up` runs before it, once in each process and outside the deadline, so that imports are on nobody's clock.
         A crash is tried again in a new process, because it may have come from outside.
         """
+        try:
+            json.dumps(call.args)
+        except (TypeError, ValueError) as error:
+            return Answer(None, f"error: {type(error).__name__}: {error}", 0.0)
         with self._lock:
             for _ in range(RETRIES_AFTER_CRASH):
                 answer = self._attempt(call, timeout_seconds, warm_up)

@@ -1,7 +1,7 @@
 """A bounded pool of Ray actors that run named functions, each call in a process with a deadline of its own.
 
 The name of a function travels, never the function. An actor only minds its grader process, so what a call does cannot
-hang or kill it; an actor that is lost all the same is replaced and its calls are made again.
+hang or kill it; an actor that is lost all the same is started again and its calls are made again.
 """
 
 import asyncio
@@ -21,8 +21,9 @@ __all__ = ["Answer", "Call", "GraderPool"]
 
 CHUNK_SECONDS = 0.2  # calls are sent in lots that take about this long, so that slow ones still spread over the workers
 MAX_CHUNK = 64
-ATTEMPTS = 3
+ATTEMPTS = 5  # with RESTART_SECONDS between them: a restart takes a second or two
 BEAT_TIMEOUT_SECONDS = 10.0
+RESTART_SECONDS = 0.5
 
 
 class _Grader:
@@ -52,24 +53,24 @@ class _Grader:
 
 @dataclass(frozen=True)
 class GraderPool:
-    """The graders of a run, by name: any process of the cluster may ask them, several at a time."""
+    """The graders of a run. Any process of the cluster may connect to them, and several may ask at a time."""
 
     run: str
-    workers: int
-    memory_bytes: int = MEMORY_BYTES
+    actors: tuple[Any, ...]
 
     @staticmethod
     def start(run: str, *, workers: int, memory_bytes: int = MEMORY_BYTES) -> "GraderPool":
-        """Start the actors, owned by this process; whoever starts a pool closes it."""
-        pool = GraderPool(run, workers, memory_bytes)
-        for index in range(workers):
-            pool._start_actor(index)
-        return pool
+        """Start the actors; they live until `close`, or until this pool and its process are gone."""
+        path = [os.path.abspath(entry) for entry in sys.path]
+        # Ray starts a lost actor again under its name: nothing that cannot be had again is in one.
+        remote = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1, concurrency_groups={cluster.CONTROL: 2})
+        named = [remote(_Grader).options(name=_name(run, i), namespace=cluster.NAMESPACE) for i in range(workers)]
+        return GraderPool(run, tuple(actor.remote(path, memory_bytes) for actor in named))
 
     @staticmethod
     def connect(run: str, *, workers: int) -> "GraderPool":
-        """The pool that another part of the run started."""
-        return GraderPool(run, workers)
+        """The pool that `start` started; LookupError when there is none."""
+        return GraderPool(run, tuple(cluster.actor(_name(run, index)) for index in range(workers)))
 
     async def map(
         self, function: str, items: Sequence[Sequence[Any]], *, timeout_seconds: float, warm_up: Call | None = None
@@ -83,75 +84,54 @@ class GraderPool:
         answers: dict[int, Answer] = {}
         position = iter(range(len(calls)))
 
-        async def work(index: int) -> None:
+        async def work(actor: Any) -> None:
             size = 1
             while places := list(itertools.islice(position, size)):
                 chunk = [calls[place] for place in places]
-                found = await self._ask(index, chunk, timeout_seconds, warm_up)
+                found = await _ask(actor, chunk, timeout_seconds, warm_up)
                 answers.update(zip(places, found, strict=True))
                 slowest = max(answer.seconds for answer in found)
                 size = max(1, min(2 * size, MAX_CHUNK, int(CHUNK_SECONDS / max(slowest, 1e-6))))
 
-        await asyncio.gather(*(work(index) for index in range(min(self.workers, max(1, len(calls))))))
+        await asyncio.gather(*(work(actor) for actor in self.actors))
         return [answers[place] for place in range(len(calls))]
 
     def close(self) -> None:
         """End the actors and their processes, whatever they are doing."""
-        for index in range(self.workers):
-            try:
-                handle = cluster.actor(self._name(index))
-            except LookupError:
-                continue
-            try:
-                cluster.wait(handle.close.remote(), BEAT_TIMEOUT_SECONDS, what=self._name(index))
-            except (cluster.EngineTimeout, ray.exceptions.RayError):
-                pass  # it is ended below, and its process ends with it
-            cluster.kill(handle)
+        closing = [actor.close.remote() for actor in self.actors]
+        ray.wait(closing, num_returns=len(closing), timeout=BEAT_TIMEOUT_SECONDS)
+        for actor in self.actors:
+            cluster.kill(actor)
 
-    def _name(self, index: int) -> str:
-        return f"{self.run}/grader-{index}"
 
-    def _start_actor(self, index: int) -> Any:
-        path = [os.path.abspath(entry) for entry in sys.path]
-        return cluster.start_actor(_Grader, self._name(index), path, self.memory_bytes)
+def _name(run: str, index: int) -> str:
+    return f"{run}/grader-{index}"
 
-    def _actor(self, index: int) -> Any:
-        """The running actor, or a new one in its place."""
+
+async def _ask(actor: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
+    """The answers of one actor. When it is lost with several calls, each is made alone: none costs another."""
+    for _ in range(ATTEMPTS):
         try:
-            return cluster.actor(self._name(index))
-        except LookupError:
-            try:
-                return self._start_actor(index)
-            except ValueError:  # somebody else was faster
-                return cluster.actor(self._name(index))
+            return await _answers(actor, calls, timeout_seconds, warm_up)
+        except ray.exceptions.RayActorError:
+            await asyncio.sleep(RESTART_SECONDS)
+    if len(calls) == 1:
+        return [Answer(None, "crash", 0.0)]
+    return [answer for call in calls for answer in await _ask(actor, [call], timeout_seconds, warm_up)]
 
-    async def _ask(self, index: int, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
-        """The answers of one actor. When it is lost with several calls, each is made alone: none costs another."""
-        for attempt in range(ATTEMPTS):
-            await asyncio.sleep(0.2 * attempt)  # the name of a dead actor is free again after a moment
-            handle = await asyncio.to_thread(self._actor, index)
-            try:
-                return await self._answers(handle, calls, timeout_seconds, warm_up)
-            except ray.exceptions.RayActorError:
-                continue
-        if len(calls) == 1:
-            return [Answer(None, "crash", 0.0)]
-        return [answer for call in calls for answer in await self._ask(index, [call], timeout_seconds, warm_up)]
 
-    async def _answers(
-        self, handle: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None
-    ) -> list[Answer]:
-        """Wait for an actor as long as it makes progress; one that makes none is killed, which raises RayActorError."""
-        pending = asyncio.wrap_future(handle.ask.remote(calls, timeout_seconds, warm_up).future())
-        seen = -1
-        while True:
-            # One call may take its deadline twice (a crash is tried again), and start two processes.
-            done, _ = await asyncio.wait([pending], timeout=2 * (timeout_seconds + START_SECONDS))
-            if done:
-                return pending.result()
-            beat = asyncio.wrap_future(handle.beat.remote().future())
-            done, _ = await asyncio.wait([beat], timeout=BEAT_TIMEOUT_SECONDS)
-            if not done or beat.result() == seen:
-                cluster.kill(handle)
-            else:
-                seen = beat.result()
+async def _answers(actor: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
+    """Wait for an actor as long as it makes progress; one that makes none is killed, which raises RayActorError."""
+    pending = asyncio.wrap_future(actor.ask.remote(calls, timeout_seconds, warm_up).future())
+    seen = -1
+    while True:
+        # One call may take its deadline twice (a crash is tried again), and start two processes.
+        done, _ = await asyncio.wait([pending], timeout=2 * (timeout_seconds + START_SECONDS))
+        if done:
+            return pending.result()
+        beat = asyncio.wrap_future(actor.beat.remote().future())
+        done, _ = await asyncio.wait([beat], timeout=BEAT_TIMEOUT_SECONDS)
+        if not done or beat.result() == seen:
+            ray.kill(actor, no_restart=False)
+        else:
+            seen = beat.result()
