@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
+from milepost.engines.model_source import check_folder
 from milepost.flows import launches, service_state
 from milepost.storage import files
 
@@ -203,8 +204,10 @@ def model(path: str) -> Check:
         return _package_model(name)
     place = Path(path).expanduser()
     if place.is_dir():
-        fix = "give the folder that has config.json, as `save_pretrained` writes it"
-        return _check("model", (place / "config.json").is_file(), f"folder {place}", fix)
+        try:
+            return Check("model", True, f"folder {check_folder(place)}")
+        except ValueError as error:
+            return Check("model", False, str(error), "give a folder as `save_pretrained` writes it")
     if place.is_file():
         return _check(
             "model", place.suffix == ".gguf", f"file {place}", "give a model folder, or a file in GGUF format"

@@ -65,7 +65,10 @@ def _prefect(name: str, port: int, options: list[str]) -> Launch:
 def mlflow_launch(root: str) -> Launch:
     """An MLflow server over the database in `root`, in two processes where the default starts ten."""
     folder = local_folder(root)
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"root {root!r} cannot hold MLflow's database ({error}): choose another folder") from error
     store = sqlite_uri(folder)
     port = _port(MLFLOW_PORT)
     url = f"http://{HOST}:{port}"

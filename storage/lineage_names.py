@@ -24,7 +24,7 @@ def legal_name(name: str) -> str:
     """`name` itself where MLflow takes it, else a legal name that no other name is mapped to."""
     parts = [part for part in _ILLEGAL.sub("_", name).split("/") if part not in ("", ".", "..")]
     legal = posixpath.join("", *parts)
-    if legal == name and len(name) <= NAME_CHARACTERS:
+    if name and legal == name and len(name) <= NAME_CHARACTERS:
         return name
     return f"{legal[: NAME_CHARACTERS - 9] or 'name'}-{files.digest_of(name.encode(errors='surrogatepass'))[:8]}"
 

@@ -32,13 +32,14 @@ def test_every_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_check_that_passes_has_no_fix(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     assert doctor.model(str(tmp_path)) == doctor.Check("model", True, f"folder {tmp_path}", "")
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
     check = doctor.model(str(tmp_path))
-    assert not check.ok and "config.json" in check.fix
+    assert not check.ok and "config.json" in check.found
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_remedy() -> None:
