@@ -89,7 +89,7 @@ class EmbeddedModel:
         digest = weights_digest(tensors.items())
         if expected_digest is not None and not digest.startswith(expected_digest):
             raise ValueError(
-                f"the weights in {uri!r} have digest {digest}, {expected_digest} was expected: export again"
+                f"the weights in {uri!r} have digest {digest}, expected {expected_digest}: export again"
             )
         return digest, partial(self._apply, live, tensors)
 

@@ -95,8 +95,8 @@ class Scheduler:
 
     def _run(self) -> None:
         while not self._closing:
-            self._read_inbox(block=not self._active())
-            while self._updates and (self.paused is not None or not self._batch.running):
+            self._read_inbox(block=not self._active() and not self._may_update())
+            while self._may_update():
                 self._updates.popleft()()
             if self._active():
                 if not self._updates:
@@ -106,6 +106,9 @@ class Scheduler:
     def _active(self) -> bool:
         wanted = bool(self._batch.running) or (bool(self._batch.waiting) and not self._updates)
         return self.paused is None and not self._released and wanted
+
+    def _may_update(self) -> bool:
+        return bool(self._updates) and (self.paused is not None or not self._batch.running)
 
     def _read_inbox(self, *, block: bool) -> None:
         while block or not self._inbox.empty():

@@ -1,11 +1,12 @@
-"""Weights from a Hugging Face folder into a live model, in place: checked in full before the first is changed."""
+"""Weights between a Hugging Face folder and a live model: checked in full before the first is changed, in place."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 
 from milepost.storage import files
 
@@ -57,3 +58,14 @@ def untied(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[
 def copy_into(live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in live.items():
         tensor.copy_(tensors[name])
+
+
+def write_folder(model: Any, directory: Path) -> None:
+    """Write a transformers model as a folder, unquantized: its configuration and one safetensors file."""
+    config = model.config
+    config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(directory)
+    tensors = {name: tensor.contiguous() for name, tensor in live_tensors(model).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import uuid
-from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,18 +60,18 @@ def _neighbours(path: Path) -> list[str]:
 
 def _from_package(path: str, cache_dir: str) -> str:
     name, _, wanted = path.removeprefix(PACKAGE).partition("/")
-    if not name.isidentifier() or find_spec(name) is None:
+    # The package is found, not imported: its code has no part in this.
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is None:
         raise LookupError(f"model {path!r} names package {name!r}, which is not installed: pip install {name}")
-    with as_file(files(name)) as root:
-        found = {str(file.relative_to(root)): file for file in sorted(root.rglob("*.gguf"))}
-        if wanted and wanted not in found:
-            raise LookupError(
-                f"package {name!r} has no file {wanted!r}{nearest(wanted, list(found))} it has {list(found)}"
-            )
-        if not wanted and len(found) != 1:
-            choice = f"one of {[f'{PACKAGE}{name}/{file}' for file in found]}" if found else "another package"
-            raise LookupError(f"package {name!r} ships {len(found)} .gguf files: give {choice}")
-        return str(_from_gguf(found[wanted] if wanted else next(iter(found.values())), cache_dir))
+    roots = [Path(location) for location in spec.submodule_search_locations or []]
+    found = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.gguf"))}
+    if wanted and wanted not in found:
+        raise LookupError(f"package {name!r} has no file {wanted!r}{nearest(wanted, list(found))} it has {list(found)}")
+    if not wanted and len(found) != 1:
+        choice = f"one of {[f'{PACKAGE}{name}/{file}' for file in found]}" if found else "another package"
+        raise LookupError(f"package {name!r} ships {len(found)} .gguf files: give {choice}")
+    return str(_from_gguf(found[wanted] if wanted else next(iter(found.values())), cache_dir))
 
 
 def _from_gguf(file: Path, cache_dir: str) -> Path:
@@ -97,9 +96,11 @@ def _convert(file: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from milepost.engines.embedded_weights import write_folder
+
     source = {"gguf_file": file.name, "local_files_only": True}
     AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(directory)
-    AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source).save_pretrained(directory)
+    write_folder(AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source), directory)
 
 
 def _rename(temporary: Path, folder: Path) -> None:

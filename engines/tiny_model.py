@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from milepost.engines.embedded_weights import live_tensors
+from milepost.engines.embedded_weights import write_folder
 
 Family = Literal["qwen3", "llama", "qwen2"]
 
@@ -51,6 +50,4 @@ def write_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(directory)
-    save_file(live_tensors(model), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+    write_folder(model, Path(directory))
