@@ -90,11 +90,12 @@ class GraderProcess:
     def _attempt(self, call: Call, timeout_seconds: float, warm_up: Call | None) -> Answer:
         started = time.monotonic()
         try:
-            if warm_up is not None and repr(warm_up) not in self._warm:
-                answer = self._exchange(warm_up, START_SECONDS)
-                if answer.reason is not None:
-                    return answer
-                self._warm.add(repr(warm_up))
+            for first in (Call(f"{__name__}:use_path", (sys.path,)), warm_up):
+                if first is not None and repr(first) not in self._warm:
+                    answer = self._exchange(first, START_SECONDS)
+                    if answer.reason is not None:
+                        return answer
+                    self._warm.add(repr(first))
             return self._exchange(call, timeout_seconds)
         except (_Died, TimeoutError) as error:
             self.close()
@@ -125,13 +126,12 @@ class GraderProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._exchange(Call(f"{__name__}:use_path", (sys.path,)), START_SECONDS)
         return self._connection
 
 
 def use_path(path: list[str]) -> None:
     """Import from where the caller imports from."""
-    sys.path[:] = path
+    sys.path[:] = [os.path.abspath(entry) for entry in path]
 
 
 def _serve(connection: Connection) -> None:

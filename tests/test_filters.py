@@ -1,0 +1,93 @@
+"""Every sample that is not trained on has a reason, and costs its group as little as possible."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.storage.schema import ROLLOUTS, STAGE_COLUMNS, from_rows
+from milepost.tasks.filters import filter_table, get_filter
+
+
+def sample(group: str, reward: float | None = 0.0, *, status: str = "completed", tokens: int = 2) -> dict[str, Any]:
+    texts = ["run_id", "sample_id", "prompt_id", "dataset", "response", "finish_reason"]
+    return {
+        **dict.fromkeys(texts, "x"),
+        **dict.fromkeys(["step", "shard", "turns", "seed"], 0),
+        **dict.fromkeys(["prompt", "label", "sampling", "metadata"], "{}"),
+        "group_id": group,
+        "response_escaped": False,
+        "prompt_token_ids": [1],
+        "response_token_ids": [1] * tokens,
+        "loss_mask": [1] * tokens,
+        "rollout_logprobs": [0.0] * tokens,
+        "status": status,
+        "reward": reward,
+    }
+
+
+def reasons(rows: list[dict[str, Any]], name: str = "none") -> list[str | None]:
+    table = filter_table(from_rows(rows, ROLLOUTS), name)
+    assert table["kept"].to_pylist() == [reason is None for reason in table["drop_reason"].to_pylist()]
+    found: list[str | None] = table["drop_reason"].to_pylist()
+    return found
+
+
+def test_each_flaw_has_its_reason_and_the_rest_of_the_group_stays() -> None:
+    rows = [
+        sample("a"),
+        sample("a", status="aborted"),
+        sample("a", status="invalid", reward=None),
+        sample("a", tokens=0),
+        sample("a", None),
+        sample("a", status="truncated"),
+    ]
+    assert reasons(rows) == [None, "aborted", "invalid", "empty", "unscorable", None]
+
+
+def test_one_sample_left_of_several_is_too_few() -> None:
+    assert reasons([sample("a"), sample("a", None)]) == ["too_few_samples", "unscorable"]
+    assert reasons([sample("a")]) == [None]
+    assert reasons([sample("a", None)]) == ["unscorable"]
+
+
+def test_groups_without_spread_are_dropped_on_request() -> None:
+    rows = [sample("a", 1.0), sample("b", 1.0), sample("a", 1.0), sample("b", 0.0)]
+    assert reasons(rows, "nonzero_std") == ["zero_std", None, "zero_std", None]
+    assert reasons(rows) == [None] * 4
+
+
+@pytest.mark.parametrize("rewards", [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]])
+def test_the_one_that_differs_stays_with_its_group(rewards: list[float]) -> None:
+    assert reasons([sample("a", reward) for reward in rewards], "nonzero_std") == [None] * 4
+
+
+def test_spread_is_judged_without_the_unscorable() -> None:
+    assert reasons([sample("a", 1.0), sample("a", 1.0), sample("a", None)], "nonzero_std")[:2] == ["zero_std"] * 2
+
+
+def test_only_the_columns_of_the_stage_change() -> None:
+    table = from_rows([sample("a", 1.0), sample("a", 0.0)], ROLLOUTS)
+    filtered = filter_table(table, "nonzero_std")
+    assert all(table[name].equals(filtered[name]) for name in set(table.column_names) - STAGE_COLUMNS["filter"])
+    assert filter_table(ROLLOUTS.empty_table(), "none").num_rows == 0
+
+
+def test_a_filter_of_ones_own_sees_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_filter.py").write_text(
+        "from milepost.tasks.filters import Keep\n"
+        "def short(group):\n    return Keep(all(len(row['response_token_ids']) < 3 for row in group), 'long')\n"
+        "def wrong(group):\n    return True\n"
+    )
+    rows = [sample("a"), sample("a"), sample("b", tokens=3), sample("b")]
+    assert reasons(rows, "own_filter:short") == [None, None, "long", "long"]
+    with pytest.raises(ValueError, match=r"returned True for a group, it must return Keep\(keep, reason\)"):
+        reasons(rows, "own_filter:wrong")
+    sys.modules.pop("own_filter")
+
+
+def test_an_unknown_filter_is_refused_with_the_nearest() -> None:
+    with pytest.raises(LookupError, match="did you mean 'nonzero_std'"):
+        get_filter("nonzero-std")
