@@ -45,7 +45,7 @@ class Admin:
         router.add_api_route("/workers/{worker_id}", self.remove_worker, methods=["DELETE"])
         router.add_api_route("/weight_version", self.set_weight_version, methods=["POST"])
         for path in FAN_OUT:
-            router.add_api_route(path, self.ask_all, methods=["POST"])
+            router.add_api_route(path, self.ask_all, methods=["GET", "POST"])
         return router
 
     async def health(self) -> JSONResponse:
@@ -73,7 +73,7 @@ class Admin:
         return await self.list_workers()
 
     async def ask_all(self, request: Request) -> JSONResponse:
-        """Post the same body to every worker: 200 when all of them agreed, else 502, with each one's answer."""
+        """POST the same body to every worker: 200 when all of them agreed, else 502, with each one's answer."""
         body = await request.body()
         content_type = request.headers.get("content-type", "application/json")
         asked = (

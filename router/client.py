@@ -142,16 +142,20 @@ def parse_completion(sample_id: str, answer: Any) -> Completion:
     """SGLang's answer as a Completion; ValueError names the sample and what is wrong with it."""
     try:
         meta = answer["meta_info"]
-        pairs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
         kind = meta["finish_reason"]["type"]
+        # A request that was aborted before its first token has no list of log-probabilities.
+        entries = meta.get("output_token_logprobs", []) if kind == "abort" else meta["output_token_logprobs"]
+        pairs = [(entry[0], entry[1]) for entry in entries]
         last = WeightVersion.parse(meta["weight_version"])
         first = WeightVersion.parse(meta.get("weight_version_first") or meta["weight_version"])
         ids = [int(token) for token in answer.get("output_ids", [token for _, token in pairs])]
-        text = str(answer["text"])
+        text = answer["text"]
     except KeyError as error:
         raise ValueError(f"sample {sample_id!r}: the answer has no {error}") from None
     except (TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"sample {sample_id!r}: the answer is not SGLang's: {error}") from None
+    if not isinstance(text, str):
+        raise ValueError(f"sample {sample_id!r}: the answer's text is {text!r}, not a string")
     if kind not in ("stop", "length", "abort"):
         raise ValueError(f"sample {sample_id!r}: finish reason {kind!r} is none of stop, length, abort")
     logprobs = _checked_logprobs(sample_id, ids, pairs)

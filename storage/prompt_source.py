@@ -76,9 +76,8 @@ def _require_file(uri: str) -> None:
     if fs.isdir(path):
         raise ValueError(f"data.path {uri!r} is a folder: give one file of it")
     if not fs.exists(path):
-        folder, _, name = path.rpartition("/")
-        hint = nearest(name, files.names(uri[: -len(name)] or ".")) if folder or "://" not in uri else ""
-        raise ValueError(f"data.path {uri!r} does not exist{hint}")
+        name = path.rpartition("/")[2]
+        raise ValueError(f"data.path {uri!r} does not exist{nearest(name, files.names(uri.removesuffix(name) or '.'))}")
 
 
 def _unzip(uri: str, data: bytes) -> bytes:

@@ -129,7 +129,9 @@ def test_an_answer_that_is_not_sound_names_the_sample_and_the_fault(changes: dic
         parse_completion("me", answer_of(**changes))
 
 
-@pytest.mark.parametrize("answer", [[], "text", None, {}, {"meta_info": {}}, {"meta_info": [1]}])
+@pytest.mark.parametrize(
+    "answer", [{**answer_of(), "text": None}, [], "text", None, {}, {"meta_info": {}}, {"meta_info": [1]}]
+)
 def test_an_answer_of_another_shape_names_the_sample(answer: Any) -> None:
     with pytest.raises(ValueError, match="sample 'me': the answer"):
         parse_completion("me", answer)
@@ -142,8 +144,9 @@ def test_an_answer_that_is_not_json_is_an_error_and_not_retried() -> None:
     assert len(seen) == 1
 
 
-def test_an_aborted_sample_without_tokens_is_a_completion() -> None:
-    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": "0-a"}
+@pytest.mark.parametrize("logprobs", [{}, {"output_token_logprobs": []}])
+def test_a_sample_aborted_before_its_first_token_is_a_completion(logprobs: dict[str, Any]) -> None:
+    meta = {"finish_reason": {"type": "abort"}, "weight_version": "0-a", **logprobs}
     found = parse_completion("s", {"text": "", "output_ids": [], "meta_info": meta})
     assert (found.finish_reason, found.output_ids, found.logprobs) == ("abort", [], [])
 
