@@ -22,6 +22,7 @@ from milepost.storage.registry import load_dotted
 
 MEMORY_BYTES = 4 * 1024**3
 START_SECONDS = 60.0
+MAX_TIMEOUT_SECONDS = 24 * 3600.0  # timers overflow after some weeks
 # The kernel ends a grader that outlives its deadline by this much: its caller must have died.
 ORPHAN_SECONDS = 10.0
 RETRIES_AFTER_CRASH = 1
@@ -68,6 +69,7 @@ class GraderProcess:
             json.dumps(call.args)
         except (TypeError, ValueError) as error:
             return Answer(None, f"error: {type(error).__name__}: {error}", 0.0)
+        timeout_seconds = min(timeout_seconds, MAX_TIMEOUT_SECONDS)
         with self._lock:
             for _ in range(RETRIES_AFTER_CRASH):
                 answer = self._attempt(call, timeout_seconds, warm_up)

@@ -41,12 +41,12 @@ class _Grader:
             self._answered += 1
         return answers
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def beat(self) -> int:
         """Calls answered so far: one that does not grow while calls wait means a stuck actor."""
         return self._answered
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def close(self) -> None:
         self._process.close()
 
@@ -128,7 +128,8 @@ async def _answers(actor: Any, calls: list[Call], timeout_seconds: float, warm_u
         # One call may take its deadline twice (a crash is tried again), and start two processes.
         done, _ = await asyncio.wait([pending], timeout=2 * (timeout_seconds + START_SECONDS))
         if done:
-            return pending.result()
+            answers: list[Answer] = pending.result()
+            return answers
         beat = asyncio.wrap_future(actor.beat.remote().future())
         done, _ = await asyncio.wait([beat], timeout=BEAT_TIMEOUT_SECONDS)
         if not done or beat.result() == seen:

@@ -125,7 +125,8 @@ def _outputs(
     if inputs.ref_logprobs is not None:
         reference = _clean(batch.mask, inputs.ref_logprobs).detach()
         shown["ref_kl"] = kl(params.kl_estimator, batch.logprobs, reference)
-        loss = loss + params.kl_coef * _aggregate(shown["ref_kl"], batch, inputs.denominators, params)
+        if params.kl_coef:  # zero times a reference that is not finite would not be zero
+            loss = loss + params.kl_coef * _aggregate(shown["ref_kl"], batch, inputs.denominators, params)
     elif params.kl_coef:
         raise ValueError(
             f"kl_coef is {params.kl_coef:g} but the batch has no ref_logprobs: fill them or set kl_coef to 0"
@@ -207,7 +208,7 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     **params: Any,
 ) -> LossOutputs:
-    """The loss called `name` on one whole batch of padded `[batch, time]` tensors."""
+    """The loss called `name` on one whole batch of padded `[batch, time]` tensors; `params` are those of LossParams."""
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=old_logprobs,

@@ -5,7 +5,12 @@ import unicodedata
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE_BOX = re.compile(r"[^\s{}$]+")
-_MARKED = re.compile(r"(?:\banswer\b[\s*_]*(?:\bis\b|[:=])[\s*_:]*|####\s*)(\S.*)", re.IGNORECASE)
+_MARKED = re.compile(
+    r"(?:\banswer\b[\s*_]*(?:\bis\b|[:=])[\s*_:]*(?:(?:therefore|thus|then|simply|just|exactly|equal to)\s+)?|####\s*)"
+    r"(\S.*)",
+    re.IGNORECASE,
+)
+_LEAD = re.compile(r"(?<![<>!=])=>?(?!=)|->|(?<=[A-Za-z)]):\s")
 _INLINE_MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _NUMBER_IN_TEXT = re.compile(r"-?(?:\d[\d,]*)?\.?\d+(?:\s*/\s*\d+)?%?")
 _SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])")
@@ -48,6 +53,8 @@ _REWRITES = [
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree", ""),
         (r"\{,\}", ","),
         (r"\*\*", "^"),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
         (r"\\%", "%"),
         (r"(?<![\d,.(\[{])([-+]?\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match.group(1).replace(",", "")),
         (r"(?<!\d)\.(?=\d)", "0."),
@@ -98,13 +105,13 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _tail(line: str) -> str:
-    """The part of a line that is the answer: its last formula, what follows `=`, its last number, or all of it."""
+    """The answer in a line: its last formula, what follows `=` or a colon, its last number, or all of it."""
     formulas = _INLINE_MATH.findall(line)
     if formulas:
         line = next(part for part in formulas[-1] if part)
     line = line.strip().strip("*_").strip()
-    if line.count("=") and "\\" not in line:
-        line = line.rpartition("=")[2].strip() or line
+    if "\\" not in line:
+        line = _LEAD.split(line)[-1].strip() or line
     numbers = _NUMBER_IN_TEXT.findall(line)
     if len(line.split()) > 3 and numbers and re.search(r"[A-Za-z]{3}", line) and "\\" not in line:
         return str(numbers[-1]).rstrip(",")

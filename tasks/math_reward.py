@@ -3,10 +3,10 @@
 import logging
 import math as arithmetic
 import re
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from milepost.tasks.math_answers import extract_answer, last_boxed, normal_form
@@ -34,7 +34,7 @@ _EXPONENT = re.compile(r"\^\s?\{?\(?-?(\d+)")
 _TOWER = re.compile(r"\^\s?-?\d+\s?\^")
 _FACTORIALS = re.compile(r"(\d+)[)}\s]*!")
 # Units are told apart here: math-verify would drop the `ab` of `2ab`.
-_NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+_LATEX = LatexExtractionConfig(normalization_config=replace(LatexExtractionConfig().normalization_config, units=False))
 
 
 def math(sample: Sample, *, boxed_only: bool = False, require: str = "") -> Verdict:
@@ -177,7 +177,7 @@ def _squeezed(text: str) -> str:
 def _verified(label: str, answer: str) -> bool:
     """math-verify's judgement. Its timeouts are off: they need signals, and the grader process has a deadline."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    configs = (LatexExtractionConfig(normalization_config=_NORMALIZATION), ExprExtractionConfig())
+    configs = (_LATEX, ExprExtractionConfig())
     sides = [parse(f"${side.replace('%', chr(92) + '%')}$", configs, parsing_timeout=None) for side in (label, answer)]
     # Without a parsed value on both sides only strings are left to compare, and those were compared above.
     if not all(any(not isinstance(value, str) for value in side) for side in sides):

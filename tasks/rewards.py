@@ -38,6 +38,8 @@ REWARDS = {
     "regex": "milepost.tasks.text_rewards:regex",
     "reasoning_gym": "milepost.tasks.reasoning_gym_reward:reasoning_gym",
 }
+# Further files whose code decides a verdict.
+_PARTS = {"milepost.tasks.math_reward": ("milepost.tasks.math_answers",)}
 
 
 class Graders(Protocol):
@@ -78,16 +80,24 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"reward {name!r} takes {signature}, not a sample and {dict(options)}") from error
 
 
+@functools.cache
 def grader_id(name: str) -> str:
     """`name@hash`: eight digits of the SHA-256 of the file that defines the reward, so that a changed one differs."""
     module = reward_function(name).partition(":")[0]
+    sources = b"".join(_source(name, part) for part in (module, *_PARTS.get(module, ())))
+    return f"{name}@{hashlib.sha256(sources).hexdigest()[:8]}"
+
+
+def _source(name: str, module: str) -> bytes:
+    """The source of a module without importing it; its name when it has none."""
     try:
         spec = importlib.util.find_spec(module)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise LookupError(f"reward {name!r}: cannot import {module!r} ({error})") from error
-    if spec is None or spec.origin is None:
+    if spec is None:
         raise LookupError(f"reward {name!r}: cannot import {module!r}: no such module")
-    return f"{name}@{hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:8]}"
+    path = Path(spec.origin or "")
+    return path.read_bytes() if path.is_file() else module.encode()
 
 
 def grade_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +142,8 @@ def grade(reward: str, response: str, label: Any, **options: Any) -> Verdict:
     worker, check = _own_grader(os.getpid()), warm_up(reward, options)
     checked = worker.ask(check, timeout_seconds=START_SECONDS)
     if checked.reason is not None:
-        raise ValueError(checked.reason.removeprefix("error: ").partition(": ")[2] or checked.reason)
+        kind, _, text = checked.reason.removeprefix("error: ").partition(": ")
+        raise (LookupError if kind == "LookupError" else ValueError)(text or f"reward {reward!r} did not load: {kind}")
     answer = worker.ask(Call(GRADE_ROW, (reward, row, options)), timeout_seconds=timeout_seconds, warm_up=check)
     return _from_answer(answer, grader)
 

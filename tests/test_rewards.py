@@ -169,6 +169,10 @@ def test_a_plan_refuses_what_no_sample_could_use() -> None:
         check_reward("maths", {})
     with pytest.raises(LookupError, match="no such module"):
         grade("nowhere:reward", "", "")
+    with pytest.raises(LookupError, match="module 'own_rewards' has no 'absent'"):
+        grade("own_rewards:absent", "", "")
+    with pytest.raises(LookupError, match="cannot import '__main__'"):
+        grade("__main__:reward", "", "")
     with pytest.raises(ValueError, match="has no option 'boxed_onyl', did you mean 'boxed_only'"):
         check_reward("math", {"boxed_onyl": True})
     with pytest.raises(ValueError, match="has no option 'patern', did you mean 'pattern'"):
