@@ -22,7 +22,7 @@ from milepost.engines.protocols import UpdateResult
 from milepost.storage import files
 
 _INDEX = "milepost.json"
-_OPTIMIZER_FORMAT = "fully_reshardable"
+_ANY_LAYOUT, _SAME_SPLIT = "fully_reshardable", "dp_reshardable"  # Megatron's formats of optimizer state
 
 
 class DamagedCheckpoint(ValueError):
@@ -37,9 +37,21 @@ class Progress:
     last: UpdateResult | None = None
 
 
-def _metadata() -> dict[str, Any]:
+def _optimizer_format(optimizer: Any) -> str:
+    """Megatron's format for any layout, but where it would shift the state of every bucket after a padded one.
+
+    That is with a tied embedding over pipeline stages, which has a bucket to itself, when its size is not a multiple of
+    128 elements and of the data-parallel ranks.
+    """
+    buckets = [bucket for part in parts(optimizer) for buffer in part.buffers for bucket in buffer.buckets[:-1]]
+    aligned: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(aligned, all(bucket.grad_data.numel() == bucket.numel_unpadded for bucket in buckets))
+    return _ANY_LAYOUT if all(aligned) else _SAME_SPLIT
+
+
+def _metadata(optimizer_format: str) -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": _OPTIMIZER_FORMAT,
+        "distrib_optim_sharding_type": optimizer_format,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
@@ -58,9 +70,9 @@ def _set_streams(streams: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(streams["named"])
 
 
-def _state(model: torch.nn.Module, optimizer: Any, *, loading: bool, streams: bool) -> dict[str, Any]:
+def _state(model: torch.nn.Module, optimizer: Any, *, loading: bool, streams: bool, form: str) -> dict[str, Any]:
     """Megatron's description of who holds which part. Random streams belong to a layout and load only into the same."""
-    metadata = _metadata()
+    metadata = _metadata(form)
     weights = model.sharded_state_dict(metadata=metadata)
     state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, loading, metadata=metadata)}
     if streams:
@@ -75,10 +87,11 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
     temporary = folder.parent / names[0]
     temporary.mkdir(parents=True, exist_ok=True)
     try:
-        dist_checkpointing.save(_state(model, optimizer, loading=False, streams=True), str(temporary))
+        form = _optimizer_format(optimizer)
+        dist_checkpointing.save(_state(model, optimizer, loading=False, streams=True, form=form), str(temporary))
         dist.barrier()
         if dist.get_rank() == 0:
-            index = {**asdict(progress), "layout": _layout(), "files": _digests(temporary)}
+            index = {**asdict(progress), "layout": _layout(), "optimizer_format": form, "files": _digests(temporary)}
             files.publish_json(str(temporary / _INDEX), index)
             publish_folder(temporary, folder)
         dist.barrier()
@@ -90,7 +103,13 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
 def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress:
     """Put the state in `folder` into `model` and `optimizer`, whatever layout saved it. Runs on all ranks."""
     index = _verified_index(folder)
-    state = _state(model, optimizer, loading=True, streams=index["layout"] == _layout())
+    same, form = index["layout"] == _layout(), index["optimizer_format"]
+    if form == _SAME_SPLIT and index["layout"][:2] != _layout()[:2]:
+        tensor, pipeline, _ = index["layout"]
+        raise ValueError(
+            f"checkpoint {str(folder)!r} loads only with tensor_parallel {tensor}, pipeline_parallel {pipeline}"
+        )
+    state = _state(model, optimizer, loading=True, streams=same, form=form)
     loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, loaded["optimizer"], index["optimizer_steps"])
@@ -99,6 +118,7 @@ def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress
     return Progress(index["optimizer_steps"], UpdateResult(**index["last"]) if index["last"] else None)
 
 
+@torch.no_grad()
 def _load_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
     """Load groups and moments. Megatron's loader wants no step count beside the moments, where torch's Adam has it."""
     (part,) = parts(optimizer)
@@ -107,7 +127,11 @@ def _load_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
     for adam in torch_adams(optimizer):
         for state in adam.state.values():
             state.pop("step")
-    part.load_parameter_state_from_fully_reshardable(moments)
+    load = {
+        _ANY_LAYOUT: part.load_parameter_state_from_fully_reshardable,
+        _SAME_SPLIT: part.load_parameter_state_from_dp_reshardable,
+    }
+    load[loaded["param_state_sharding_type"]](moments)
     for adam in torch_adams(optimizer):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(steps))

@@ -58,27 +58,31 @@ class ModelShape:
 def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     """The shape of the model in `config.json`; ValueError when it is not one of the supported dense families."""
     family = _family(hf_config)
-    try:
-        heads = int(hf_config["num_attention_heads"])
-        hidden = int(hf_config["hidden_size"])
-        shape = ModelShape(
-            family=family,
-            layers=int(hf_config["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(hf_config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(hf_config.get("num_key_value_heads") or heads),
-            head_dim=int(hf_config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
-            vocab=int(hf_config["vocab_size"]),
-            context=int(hf_config.get("max_position_embeddings") or 2048),
-            norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
-            tied=bool(hf_config.get("tie_word_embeddings", False)),
-            rope=_rope(hf_config),
-        )
-    except KeyError as error:
-        raise ValueError(f"config.json has no {error.args[0]!r}: it is not a complete model config") from None
+    heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
+    shape = ModelShape(
+        family=family,
+        layers=_size(hf_config, "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=_size(hf_config, "intermediate_size"),
+        heads=heads,
+        kv_heads=int(hf_config.get("num_key_value_heads") or heads),
+        head_dim=int(hf_config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
+        vocab=_size(hf_config, "vocab_size"),
+        context=int(hf_config.get("max_position_embeddings") or 2048),
+        norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        rope=_rope(hf_config),
+    )
     _check_arithmetic(hf_config, shape)
     return shape
+
+
+def _size(hf_config: dict[str, Any], name: str) -> int:
+    if name not in hf_config:
+        raise ValueError(f"config.json has no {name!r}: it is not a complete model config")
+    if not isinstance(hf_config[name], int) or hf_config[name] < 1:
+        raise ValueError(f"{name} is {hf_config[name]!r} in config.json, it must be a number of 1 or more")
+    return int(hf_config[name])
 
 
 def _family(hf_config: dict[str, Any]) -> Any:
@@ -102,16 +106,13 @@ def _rope(hf_config: dict[str, Any]) -> Rope:
         raise ValueError("partial_rotary_factor below 1 cannot be trained, the whole head must be rotated")
     if kind == "default":
         return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", float(values["factor"]))
-    return Rope(
-        theta,
-        "llama3",
-        float(values["factor"]),
-        float(values["low_freq_factor"]),
-        float(values["high_freq_factor"]),
-        int(values["original_max_position_embeddings"]),
-    )
+    try:
+        if kind == "linear":
+            return Rope(theta, "linear", float(values["factor"]))
+        bands = float(values["low_freq_factor"]), float(values["high_freq_factor"])
+        return Rope(theta, "llama3", float(values["factor"]), *bands, int(values["original_max_position_embeddings"]))
+    except KeyError as error:
+        raise ValueError(f"rope scaling {kind!r} has no {error.args[0]!r} in config.json") from None
 
 
 def _check_arithmetic(hf_config: dict[str, Any], shape: ModelShape) -> None:

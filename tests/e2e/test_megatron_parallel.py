@@ -122,8 +122,15 @@ def test_two_ranks_do_what_one_rank_does(
         for name, tensor in load_file(folder / "end" / "model.safetensors").items():
             torch.testing.assert_close(tensors(end)[name], tensor, atol=2e-5, rtol=0)
 
-        # A checkpoint of two ranks continues on one.
-        rank.restore(engine.save(str(tmp_path / "checkpoint")))
+        checkpoint = engine.save(str(tmp_path / "checkpoint"))
+        engine.step(filled_two, UPDATE, "undone")
+        engine.restore(checkpoint)
+        assert engine.weights(str(tmp_path / "again"), 2).version == end.version
+        if layout == "pipeline":
+            with pytest.raises(ValueError, match="loads only with tensor_parallel 1, pipeline_parallel 2"):
+                rank.restore(checkpoint)
+            return
+        rank.restore(checkpoint)
         assert rank.weights(str(tmp_path / "moved"), 2).version == end.version
         third, third_two = rank.step(filled_two, UPDATE, "third"), engine.step(filled_two, UPDATE, "third")
         assert third.metrics["grad_norm"] == pytest.approx(third_two.metrics["grad_norm"], rel=1e-4)
@@ -134,9 +141,13 @@ def test_two_ranks_do_what_one_rank_does(
         engine.close()
 
 
-def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(setup: TrainSetup, ray_cluster: None) -> None:
-    broken = replace(setup, model=ModelSection(tensor_parallel=4))
-    with pytest.raises(ValueError, match="tensor_parallel is 4, it must divide the model's 2 key-value heads"):
-        start_train_engine("broken", replace(broken), rank_class=MegatronRank, timeout_seconds=120)
+def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(
+    setup: TrainSetup, ray_cluster: None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
+    with pytest.raises(ValueError, match="architecture 'OtherForCausalLM' cannot be trained, use one of"):
+        start_train_engine(
+            "broken", replace(setup, model_dir=str(tmp_path)), rank_class=MegatronRank, timeout_seconds=120
+        )
     with pytest.raises(LookupError, match="no engine called 'broken/train-0'"):
-        connect_train_engine("broken", 4, timeout_seconds=5)
+        connect_train_engine("broken", 1, timeout_seconds=5)
