@@ -110,7 +110,7 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def answers(url: str, *, timeout_seconds: float = 2.0) -> bool:
+def answers(url: str, *, timeout_seconds: float = 5.0) -> bool:
     """Whether an HTTP server answers at `url`, or anything accepts a connection at a `host:port`."""
     try:
         if url.startswith(("http://", "https://")):
@@ -208,12 +208,17 @@ def stop(service: Service, *, grace_seconds: float = STOP_SECONDS) -> None:
     """End a service and its descendants, and nothing else: asked first, killed after `grace_seconds`."""
     leader = _leader(service)
     members = processes(service)
-    for process in [leader] if leader else members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    psutil.wait_procs(members, timeout=grace_seconds)
+    for group in ([leader] if leader else [], members):  # the first one ends its children in the order it knows
+        _ask_to_end(group, grace_seconds)
     left = {process.pid: process for process in [*members, *processes(service)] if process.is_running()}
     for process in left.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(list(left.values()), timeout=grace_seconds)
+
+
+def _ask_to_end(group: Sequence[psutil.Process], grace_seconds: float) -> None:
+    for process in group:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    psutil.wait_procs(group, timeout=grace_seconds)

@@ -18,6 +18,7 @@ from milepost.flows.service_state import Service
 from milepost.storage import files
 
 START_SECONDS = 90.0
+DRAIN_SECONDS = 10.0
 
 Say = Callable[[str], None]
 Started = tuple[Service, "subprocess.Popen[bytes]"]
@@ -99,18 +100,29 @@ def _answers(service: Service) -> bool:
 
 
 def _say_if_running(name: str, root: str, say: Say) -> bool:
-    """Whether a service runs already; one that is there and does not answer is ended, to be started again."""
+    """Whether a service runs already; what a dead one left is cleared away."""
     service = service_state.load().get(name)
     if service is None:
         return False
-    if not _answers(service):
+    if not service_state.is_alive(service):
         _end(service)
         _forget(name)
         return False
+    _wait_answer(service)
     other = service.root not in ("", launches.local_folder(root))
     hint = f" with the database of {service.root}: run `milepost down` first to change it" if other else ""
     say(f"{name} already runs at {service.url.removesuffix('/api')}{hint}")
     return True
+
+
+def _wait_answer(service: Service) -> None:
+    """Give a busy or a starting service its time; ending one that somebody uses is for its user to decide."""
+    deadline = time.monotonic() + START_SECONDS
+    while not _answers(service):
+        if time.monotonic() > deadline:
+            there = f"{service.name} is there (pid {service.pid}) and does not answer"
+            raise ServiceFailed(f"{there}: run `milepost down` and `milepost up` again, or see {service.log}")
+        time.sleep(service_state.POLL_SECONDS)
 
 
 def _start(launch: Launch, *, dies_with_parent: bool = False) -> Started:
@@ -209,9 +221,11 @@ def _prefect_client(url: str, console_level: str, *, drain: bool) -> Iterator[No
         handler.setLevel(console_level)
     try:
         with temporary_settings({PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
-            yield
-            if drain:
-                _drain()
+            try:
+                yield
+            finally:
+                if drain:
+                    _drain()
     finally:
         for handler, level in zip(consoles, levels, strict=True):
             handler.setLevel(level)
@@ -227,4 +241,4 @@ def _drain() -> None:
     from prefect.logging.handlers import APILogWorker
 
     for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=10)
+        worker.drain_all(timeout=DRAIN_SECONDS)

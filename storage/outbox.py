@@ -111,7 +111,8 @@ def deliver(
 ) -> Delivery:
     """Send what `target` has not taken, in order, up to the first failure or until `stopping` answers true."""
     waiting = outbox.waiting(target)
-    sent, refused = 0, []
+    sent = 0
+    refused: list[str] = []
     for done, name in enumerate(waiting):
         if stopping and stopping():
             return Delivery(sent, len(waiting) - done, tuple(refused))

@@ -1,5 +1,6 @@
 """Real servers in the background: what is started, how it is found, and that nothing else is ever ended."""
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from milepost.flows import launches, service_state, services
 pytestmark = pytest.mark.slow
 
 PYTHON = sys.executable
+PARENT = "import subprocess; c = subprocess.Popen(['sleep', '600'], {options}); print(c.pid, flush=True); c.wait()"
 
 
 def quiet(_: str) -> None:
@@ -61,11 +63,8 @@ def bystander() -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def launched(code: str, *, dies_with_parent: bool = False) -> service_state.Service:
-    command = [PYTHON, "-c", code]
-    return service_state.launch(
-        "test", command, url="127.0.0.1:9", environment=os.environ, dies_with_parent=dies_with_parent
-    )[0]
+def launched(code: str) -> service_state.Service:
+    return service_state.launch("test", [PYTHON, "-c", code], url="127.0.0.1:9", environment=os.environ)[0]
 
 
 def first_line(path: str) -> str:
@@ -116,8 +115,6 @@ def test_a_flow_uses_the_prefect_server_of_up(up: Path) -> None:
             return [str(client.api_url), *[run.name for run in await client.read_flow_runs()]]
 
     with services.prefect_api(say=quiet) as url:
-        import asyncio
-
         seen = asyncio.run(names())
     assert url == services.running().prefect_url and url in seen[0] and len(seen) == 2
     assert "PREFECT_API_URL" not in os.environ
@@ -129,10 +126,8 @@ def test_a_run_without_a_prefect_server_has_its_own_while_it_lasts(home: Path) -
     said: list[str] = []
     with services.prefect_api(say=said.append) as url:
         assert flow(lambda: 7, name="seven")() == 7
-        body = urllib.request.Request(
-            f"{url}/flow_runs/count", data=b"{}", headers={"content-type": "application/json"}
-        )
-        assert json.loads(urllib.request.urlopen(body).read()) == 1
+        counted = urllib.request.Request(f"{url}/flow_runs/count", b"{}", {"content-type": "application/json"})
+        assert json.loads(urllib.request.urlopen(counted).read()) == 1
         assert services.running() == services.Services()
     assert not service_state.answers(f"{url}/health")
     assert "starts its own" in said[0]
@@ -163,8 +158,7 @@ def test_a_root_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_down_ends_its_services_with_their_children_and_nothing_else(bystander: "subprocess.Popen[bytes]") -> None:
-    code = "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1, start_new_session=True)"
-    service = launched(f"{code}; print(c.pid, flush=True); c.wait()")
+    service = launched(PARENT.format(options="start_new_session=True"))
     child = psutil.Process(int(first_line(service.log)))
     service_state.save({"test": service})
     services.down(say=quiet)
@@ -181,10 +175,7 @@ def test_a_pid_that_belongs_to_another_process_now_is_left_alone(bystander: "sub
 
 
 def test_children_of_a_service_that_died_are_still_found() -> None:
-    code = "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=0)"
-    child = "import subprocess, sys; c = subprocess.Popen(['sleep', '600']); print(c.pid, flush=True); c.wait()"
-    del code
-    service = launched(child)
+    service = launched(PARENT.format(options=""))
     orphan = psutil.Process(int(first_line(service.log)))
     os.kill(service.pid, signal.SIGKILL)
     os.waitpid(service.pid, 0)
@@ -195,9 +186,8 @@ def test_children_of_a_service_that_died_are_still_found() -> None:
 
 
 def test_a_service_that_ignores_being_asked_is_killed() -> None:
-    service = launched(
-        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    service = launched(f"{ignore}; print('deaf', flush=True); time.sleep(600)")
     assert first_line(service.log) == "deaf"
     service_state.stop(service, grace_seconds=0.2)
     assert not service_state.is_alive(service)
@@ -243,6 +233,19 @@ def test_a_damaged_state_file_is_named(home: Path) -> None:
     (home / "services.json").write_text('{"prefect": {"pid": 1}}')
     with pytest.raises(ValueError, match=r"services\.json cannot be read"):
         services.running()
+
+
+def test_a_service_that_is_there_and_does_not_answer_is_not_ended_behind_its_users_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "START_SECONDS", 0.1)
+    service = launched("import time; time.sleep(600)")
+    service_state.save({"prefect": service})
+    with pytest.raises(services.ServiceFailed, match="does not answer: run `milepost down`"):
+        services.up(str(tmp_path), say=quiet, mlflow=False, ray=False)
+    assert service_state.is_alive(service)
+    services.down(say=quiet)
+    assert not service_state.is_alive(service)
 
 
 def test_down_with_nothing_running_says_so() -> None:
