@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24  # float32 logits in flight: 64 MiB
-
 
 @dataclass(frozen=True)
 class VocabSlice:
@@ -20,6 +18,7 @@ class VocabSlice:
     vocab: int
     first: int = 0
     group: Any = None  # process group of the ranks with the other columns
+    chunk_elements: int = 1 << 24  # float32 logits in flight: 64 MiB
 
     def scaled(self, logits: Tensor, temperature: float) -> Tensor:
         """A float32 copy of `logits` over `temperature`, with padding columns at minus infinity."""
@@ -57,7 +56,7 @@ class _TakenLogprobs(torch.autograd.Function):
     ) -> Tensor:
         taken = logits.new_empty(len(positions), dtype=torch.float32)
         normalizer = torch.empty_like(taken)
-        step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+        step = max(1, columns.chunk_elements // logits.shape[1])
         for start in range(0, len(positions), step):
             rows = slice(start, start + step)
             scaled = columns.scaled(logits[positions[rows]], temperature)

@@ -127,6 +127,9 @@ class HfFolder:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.tensor(name)) for name in self._file_of)
+
 
 def _names_in(file: Path) -> list[str]:
     with safe_open(file, framework="pt") as opened:
