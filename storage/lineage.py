@@ -54,8 +54,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _open(tracking_uri: str) -> Any:
-    """A client of `tracking_uri` that gives up soon, tells nobody about its use, and does not log its migrations."""
+    """A client of `tracking_uri` that gives up soon, tells nobody about its use, and keeps off the terminal."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     from mlflow.tracking import MlflowClient

@@ -220,9 +220,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_server_takes_a_run_and_the_database_beside_it_goes_on_with_it(server: str, tmp_path: Path) -> None:
+def test_a_server_takes_a_run_and_the_database_beside_it_goes_on_with_it(
+    server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     outbox = str(tmp_path / "root" / "demo" / "outbox")
     assert send_all(Lineage(server), outbox, story()).waiting == 0
+    assert capfd.readouterr() == ("", "")
     direct = Lineage(sqlite_uri(str(tmp_path / "root")))
     resumed = [records.resume_record("demo"), records.step_record("demo", 2, metrics={"reward": 1}, tables={}, tags={})]
     assert send_all(direct, outbox, resumed).sent == 2
