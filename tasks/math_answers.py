@@ -59,6 +59,7 @@ _REWRITES = [
         (r"(?<![\d,.(\[{])([-+]?\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match.group(1).replace(",", "")),
         (r"(?<!\d)\.(?=\d)", "0."),
         (r"\s+", " "),
+        (r"(?<![\d.])(\d{1,3}(?: \d{3})+)(?![\d/]| \d)", lambda match: match.group(1).replace(" ", "")),
     )
 ]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from milepost.tasks.math_answers import extract_answer, last_boxed, normal_form
 from milepost.tasks.verdict import Sample, Verdict
@@ -41,11 +41,13 @@ def math(sample: Sample, *, boxed_only: bool = False, require: str = "") -> Verd
     """1.0 when the final answer equals the label, or one of a list of labels; otherwise 0.0.
 
     Numerals are compared as exact rationals, a decimal and a fraction to six places (0.333333 is 1/3, 0.33 is not);
-    `50\\%` equals 50 and 0.5. A run of three letters is a word, and words are equal as text, whatever their case; a
-    unit counts only when answer and label both have one. What could take unbounded work to evaluate (over 300
-    characters, 20 nested brackets, powers of numbers as exponents, exponents over 1000, factorials over 100) equals
-    only the same text: reason `undecidable`. A response without `require`, such as `</think>`, is wrong for its format.
-    An empty answer equals nothing. A label that is no string, number or list of them cannot be scored.
+    `50\\%` equals 50 and 0.5; a list without brackets is a set. A run of three letters is a word, and words are equal as
+    text, whatever their case; a unit counts only when answer and label both have one. An empty answer equals nothing.
+
+    What could take unbounded work to evaluate (over 300 characters, 20 nested brackets, powers of numbers as exponents,
+    exponents over 1000, factorials over 100) equals only the same text: reason `undecidable`. A response without
+    `require`, such as `</think>`, is wrong for its format. A label that is no string, number or list of them cannot be
+    scored.
     """
     labels = [_label(label) for label in (sample.label if isinstance(sample.label, list) else [sample.label])]
     if not labels or None in labels:
@@ -171,13 +173,13 @@ def _plain(text: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    return re.sub(r"\s", "", text)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # `5 6` is not 56
 
 
 def _verified(label: str, answer: str) -> bool:
     """math-verify's judgement. Its timeouts are off: they need signals, and the grader process has a deadline."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    configs = (_LATEX, ExprExtractionConfig())
+    configs = (_LATEX,)
     sides = [parse(f"${side.replace('%', chr(92) + '%')}$", configs, parsing_timeout=None) for side in (label, answer)]
     # Without a parsed value on both sides only strings are left to compare, and those were compared above.
     if not all(any(not isinstance(value, str) for value in side) for side in sides):
