@@ -5,12 +5,13 @@ What comes back is checked here: as many finite log-probabilities as tokens, and
 
 import asyncio
 import contextlib
+import json
 import math
 import random
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import httpx
+import aiohttp
 
 from milepost.engines.protocols import Completion, GenerateRequest, WeightVersion
 
@@ -30,14 +31,31 @@ class RequestRefused(ValueError):
     """The engine called the request wrong (4xx): asking again cannot help."""
 
 
-def open_client(concurrency: int, *, token: str | None = None) -> httpx.AsyncClient:
-    """A client for `concurrency` requests at a time, past any proxy; the caller closes it. `token` is the router's."""
-    return httpx.AsyncClient(
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency, keepalive_expiry=4.0),
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered."""
+
+    status: int
+    reason: str
+    body: bytes
+
+
+def open_client(concurrency: int, *, token: str | None = None) -> aiohttp.ClientSession:
+    """A session of at most `concurrency` connections, past any proxy, in a running loop; the caller closes it.
+
+    `token` is the router's. Idle connections are dropped before uvicorn drops them, which it does after 5 s.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=concurrency, keepalive_timeout=4.0),
         headers={"Authorization": f"Bearer {token}"} if token else None,
-        timeout=httpx.Timeout(None, connect=10.0),
-        trust_env=False,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
     )
+
+
+async def _post(client: aiohttp.ClientSession, url: str, body: Any, *, timeout_seconds: float | None = None) -> Reply:
+    timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=10.0)
+    async with client.post(url, json=body, timeout=timeout) as response:
+        return Reply(response.status, response.reason or "", await response.read())
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,7 @@ class HttpGenerate:
     """Generate over HTTP. `timeout_seconds` bounds a request with all its `retries`; the caller owns `client`."""
 
     url: str
-    client: httpx.AsyncClient
+    client: aiohttp.ClientSession
     timeout_seconds: float
     retries: int = 5
 
@@ -70,31 +88,31 @@ class HttpGenerate:
             if attempt:
                 await asyncio.sleep(_delay(attempt))
             try:
-                response = await self._post(request)
-            except httpx.TransportError as error:
+                reply = await self._post(request)
+            except aiohttp.ClientError as error:
                 problem = f"{type(error).__name__}: {error}".rstrip(": ")
                 continue
-            if response.status_code < 400:
-                return _body(request.sample_id, response)
-            problem = f"{response.status_code} {sentence(response)}"
-            if response.status_code < 500:
+            if reply.status < 400:
+                return _body(request.sample_id, reply)
+            problem = f"{reply.status} {sentence(reply)}"
+            if reply.status < 500:
                 raise RequestRefused(f"sample {request.sample_id!r} was refused by {self.url}: {problem}")
         attempts = f"{self.retries + 1} attempts" if self.retries else "1 attempt"
         raise GenerationFailed(f"sample {request.sample_id!r} failed at {self.url} after {attempts}: {problem}")
 
-    async def _post(self, request: GenerateRequest) -> httpx.Response:
+    async def _post(self, request: GenerateRequest) -> Reply:
         body = {
             "rid": request.sample_id,
             "input_ids": request.input_ids,
             "sampling_params": request.sampling,
             "return_logprob": True,
         }
-        return await self.client.post(f"{self.url}/generate", json=body, timeout=httpx.Timeout(None, connect=10.0))
+        return await _post(self.client, f"{self.url}/generate", body)
 
     async def _abort(self, rid: str) -> None:
         """Best effort: the closed connection has told the engine, unless something between kept its own open."""
-        with contextlib.suppress(httpx.HTTPError):
-            await self.client.post(f"{self.url}/abort_request", json={"rid": rid}, timeout=ABORT_TIMEOUT_SECONDS)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            await _post(self.client, f"{self.url}/abort_request", {"rid": rid}, timeout_seconds=ABORT_TIMEOUT_SECONDS)
 
 
 async def set_weight_version(url: str, version: WeightVersion | None, *, token: str | None = None) -> list[str]:
@@ -105,12 +123,12 @@ async def set_weight_version(url: str, version: WeightVersion | None, *, token: 
     body = {"weight_version": None if version is None else str(version)}
     try:
         async with open_client(1, token=token) as client:
-            response = await client.post(f"{url}/weight_version", json=body, timeout=CONTROL_TIMEOUT_SECONDS)
-    except httpx.TransportError as error:
+            reply = await _post(client, f"{url}/weight_version", body, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise ConnectionError(f"the router at {url} did not answer: {type(error).__name__}: {error}") from None
-    if response.status_code != 200:
-        raise ConnectionError(f"the router at {url} refused weights {version}: {sentence(response)}")
-    return [worker["url"] for worker in response.json()["workers"] if worker["state"] == "healthy"]
+    if reply.status != 200:
+        raise ConnectionError(f"the router at {url} refused weights {version}: {sentence(reply)}")
+    return [worker["url"] for worker in json.loads(reply.body)["workers"] if worker["state"] == "healthy"]
 
 
 def _delay(attempt: int) -> float:
@@ -119,23 +137,24 @@ def _delay(attempt: int) -> float:
     return random.uniform(longest / 2, longest)
 
 
-def sentence(response: httpx.Response) -> str:
+def sentence(reply: Reply) -> str:
     """What an error answer says, whichever of the usual shapes it has."""
     try:
-        body = response.json()
+        body = json.loads(reply.body)
     except ValueError:
-        return response.text.strip()[:500] or response.reason_phrase
+        return reply.body.decode(errors="replace").strip()[:500] or reply.reason
     if isinstance(body, dict):
         found = body.get("error", body.get("message", body.get("detail", body)))
         return str(found.get("message", found) if isinstance(found, dict) else found)
     return str(body)
 
 
-def _body(sample_id: str, response: httpx.Response) -> Any:
+def _body(sample_id: str, reply: Reply) -> Any:
     try:
-        return response.json()
+        return json.loads(reply.body)
     except ValueError:
-        raise ValueError(f"sample {sample_id!r}: the answer is not JSON: {response.text[:200]!r}") from None
+        shown = reply.body[:200].decode(errors="replace")
+        raise ValueError(f"sample {sample_id!r}: the answer is not JSON: {shown!r}") from None
 
 
 def parse_completion(sample_id: str, answer: Any) -> Completion:

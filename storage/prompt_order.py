@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import pyarrow as pa
 
-from milepost.storage.prompts import PromptSet
 from milepost.storage.tables import with_columns
 
 Pick = tuple[int, int]
@@ -66,9 +65,9 @@ def _check(count: int, cursor: Cursor, size: int) -> None:
         )
 
 
-def prompt_table(prompts: PromptSet, picks: Sequence[Pick], *, step: int, round_: int) -> pa.Table:
-    """The picked prompts as a table of schema PROMPTS. A group id names step, round and position: unique in a run."""
-    served = prompts.table.take(pa.array([index for index, _ in picks], pa.int64()))
+def prompt_table(prompts: pa.Table, picks: Sequence[Pick], *, step: int, round_: int) -> pa.Table:
+    """The picked rows of a prompt set, as served. A group id names step, round and position: unique in a run."""
+    served = prompts.take(pa.array([index for index, _ in picks], pa.int64()))
     columns: dict[str, list[object]] = {
         "group_id": [group_id(step, round_, position) for position in range(len(picks))],
         "epoch": [epoch for _, epoch in picks],

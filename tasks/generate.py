@@ -3,18 +3,15 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
 import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from milepost.engines.protocols import Generate
-from milepost.router.client import HttpGenerate
+from milepost.router.client import HttpGenerate, open_client
 from milepost.storage import text
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import RolloutSection
@@ -77,14 +74,6 @@ def prompts_of(table: pa.Table) -> list[Prompt]:
     ]
 
 
-@asynccontextmanager
-async def http_generate(url: str, *, concurrency: int, timeout_seconds: float) -> AsyncIterator[Generate]:
-    """The data plane at `url`, with at most `concurrency` connections."""
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout_seconds, trust_env=False) as client:
-        yield HttpGenerate(url, client, timeout_seconds=timeout_seconds)
-
-
 async def sample_rows(
     generate: Generate, function: RolloutFunction, prompt: Prompt, index: int, *, sampling: Sampling
 ) -> list[dict[str, Any]]:
@@ -125,8 +114,8 @@ async def generate_table(
     prompts: list[Prompt], sampling: Sampling, rollout: RolloutSection, *, router_url: str, place: dict[str, Any]
 ) -> pa.Table:
     """Samples for `prompts` as a rollouts table; `place` holds run_id, step and shard."""
-    limits = {"concurrency": rollout.concurrency, "timeout_seconds": rollout.timeout_seconds}
-    async with http_generate(router_url, **limits) as generate:
+    async with open_client(rollout.concurrency) as client:
+        generate = HttpGenerate(router_url, client, timeout_seconds=rollout.timeout_seconds)
         rows = await generate_rows(generate, prompts, sampling, concurrency=rollout.concurrency)
     return from_rows([place | found for found in rows], ROLLOUTS)
 

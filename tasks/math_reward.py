@@ -41,8 +41,8 @@ def math(sample: Sample, *, boxed_only: bool = False, require: str = "") -> Verd
     """1.0 when the final answer equals the label, or one of a list of labels; otherwise 0.0.
 
     Numerals are compared as exact rationals, a decimal and a fraction to six places (0.333333 is 1/3, 0.33 is not);
-    `50\\%` equals 50 and 0.5; a list without brackets is a set. A run of three letters is a word, and words are equal as
-    text, whatever their case; a unit counts only when answer and label both have one. An empty answer equals nothing.
+    `50\\%` equals 50 and 0.5; a list without brackets is a set. A run of three letters is a word, and words are equal
+    as text in any case; a unit counts only when answer and label both have one. An empty answer equals nothing.
 
     What could take unbounded work to evaluate (over 300 characters, 20 nested brackets, powers of numbers as exponents,
     exponents over 1000, factorials over 100) equals only the same text: reason `undecidable`. A response without

@@ -11,7 +11,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from milepost.storage.journal import Slot, StepStore
-from milepost.storage.prompt_order import Cursor, take
+from milepost.storage.prompt_order import Cursor, prompt_table, take
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import TableRef, read_table
 
@@ -39,16 +39,6 @@ def prompt_set(ref: TableRef) -> pa.Table:
     return read_table(ref)
 
 
-def serve(table: pa.Table, picks: list[tuple[int, int]], *, step: int, round_: int) -> pa.Table:
-    """The picked rows (index, epoch) in serving order; each serving gets a group id that is unique in the run."""
-    served = table.take(pa.array([index for index, _ in picks], pa.int64()))
-    groups = [f"{step:06d}-{round_}-{position:05d}" for position in range(len(picks))]
-    epochs = [epoch for _, epoch in picks]
-    return served.set_column(
-        PROMPTS.get_field_index("group_id"), PROMPTS.field("group_id"), pa.array(groups)
-    ).set_column(PROMPTS.get_field_index("epoch"), PROMPTS.field("epoch"), pa.array(epochs, pa.int32()))
-
-
 def _config(order: PromptOrder, cursor: Cursor, count: int) -> dict[str, Any]:
     return {"seed": order.seed, "shuffle": order.shuffle, "cursor": asdict(cursor), "count": count}
 
@@ -63,7 +53,7 @@ def sample_prompts(order: PromptOrder, cursor: Cursor, count: int, *, round_: in
     if commit is None:
         table = prompt_set(order.prompts)
         picks, after = take(count, cursor, size=table.num_rows, seed=order.seed, shuffle=order.shuffle)
-        served = serve(table, picks, step=store.step, round_=round_)
+        served = prompt_table(table, picks, step=store.step, round_=round_)
         ref = store.write(str(slot), served, PROMPTS)
         commit = store.commit(slot, key, {"prompts": ref}, record={"cursor": asdict(after)}, started=started)
     return Sampled(commit.tables["prompts"], Cursor(**commit.record["cursor"]))

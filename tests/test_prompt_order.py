@@ -89,8 +89,8 @@ def test_what_cannot_be_served_is_refused(count: int, cursor: Cursor, size: int,
 def test_servings_become_a_table_whose_groups_are_unique_in_a_run(tmp_path: Path) -> None:
     prompts = small_set(tmp_path, 3)
     picks, cursor = take(4, Cursor(), size=3, seed=0)
-    first = prompt_table(prompts, picks, step=0, round_=0)
-    again = prompt_table(prompts, take(4, cursor, size=3, seed=0)[0], step=0, round_=1)
+    first = prompt_table(prompts.table, picks, step=0, round_=0)
+    again = prompt_table(prompts.table, take(4, cursor, size=3, seed=0)[0], step=0, round_=1)
     assert check(first, PROMPTS)["group_id"].to_pylist()[:2] == ["000000-0-0000", "000000-0-0001"]
     assert first["epoch"].to_pylist() == [0, 0, 0, 1]
     assert first["row"].to_pylist() == [index for index, _ in picks]
@@ -98,4 +98,4 @@ def test_servings_become_a_table_whose_groups_are_unique_in_a_run(tmp_path: Path
 
 
 def test_a_step_without_prompts_is_an_empty_table(tmp_path: Path) -> None:
-    assert prompt_table(small_set(tmp_path, 1), [], step=0, round_=0).num_rows == 0
+    assert prompt_table(small_set(tmp_path, 1).table, [], step=0, round_=0).num_rows == 0

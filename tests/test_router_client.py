@@ -1,19 +1,27 @@
-"""HttpGenerate against a transport that answers as told, and against a real router for the path in between."""
+"""HttpGenerate against a server on loopback that answers as told."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from milepost.engines.protocols import Completion, GenerateRequest, WeightVersion
-from milepost.router.client import GenerationFailed, HttpGenerate, RequestRefused, parse_completion, set_weight_version
+from milepost.router.client import (
+    GenerationFailed,
+    HttpGenerate,
+    RequestRefused,
+    open_client,
+    parse_completion,
+    set_weight_version,
+)
 
 REQUEST = GenerateRequest("000000-0-0000-000", [1, 2], {"max_new_tokens": 2, "temperature": 1.0})
 
-Answer = Callable[[httpx.Request], httpx.Response]
+Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def answer_of(**changes: Any) -> dict[str, Any]:
@@ -27,33 +35,37 @@ def answer_of(**changes: Any) -> dict[str, Any]:
 
 def generate(answer: Answer, *, timeout_seconds: float = 20.0, retries: int = 3) -> Completion:
     async def ask() -> Completion:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            function = HttpGenerate("http://engine", client, timeout_seconds=timeout_seconds, retries=retries)
-            return await function(REQUEST)
+        app = web.Application()
+        app.router.add_post("/{path}", answer)
+        async with TestServer(app) as server, open_client(4) as client:
+            url = str(server.make_url("")).rstrip("/")
+            return await HttpGenerate(url, client, timeout_seconds=timeout_seconds, retries=retries)(REQUEST)
 
     return asyncio.run(ask())
 
 
-def scripted(*steps: httpx.Response | Exception) -> tuple[Answer, list[httpx.Request]]:
-    """A transport that takes one step a request, and the requests it saw."""
-    seen: list[httpx.Request] = []
+def scripted(*steps: tuple[int, Any] | None) -> tuple[Answer, list[Any]]:
+    """A server that takes one step a request, status and JSON or text, None hanging up; and the bodies it saw."""
+    seen: list[Any] = []
     remaining = list(steps)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.json())
         step = remaining.pop(0)
-        if isinstance(step, Exception):
-            raise step
-        return step
+        if step is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        status, body = step
+        return web.Response(status=status, text=body if isinstance(body, str) else json.dumps(body))
 
     return answer, seen
 
 
 def test_a_request_is_sglangs_and_its_answer_becomes_a_completion() -> None:
-    answer, seen = scripted(httpx.Response(200, json=answer_of(weight_version_first="0-aa")))
+    answer, seen = scripted((200, answer_of(weight_version_first="0-aa")))
     found = generate(answer)
-    assert str(seen[0].url) == "http://engine/generate"
-    assert json.loads(seen[0].content) == {
+    assert seen[0] == {
         "rid": REQUEST.sample_id,
         "input_ids": [1, 2],
         "sampling_params": {"max_new_tokens": 2, "temperature": 1.0},
@@ -69,21 +81,20 @@ def test_one_version_is_first_and_last_when_weights_did_not_change() -> None:
 
 
 def test_a_refused_request_is_asked_once_and_says_what_the_server_said() -> None:
-    answer, seen = scripted(httpx.Response(400, json={"error": {"message": "the prompt is too long"}}))
+    answer, seen = scripted((400, {"error": {"message": "the prompt is too long"}}))
     with pytest.raises(RequestRefused, match=r"'000000-0-0000-000' was refused .*: 400 the prompt is too long"):
         generate(answer)
     assert len(seen) == 1
 
 
 def test_a_server_error_and_a_broken_connection_are_tried_again() -> None:
-    good = httpx.Response(200, json=answer_of())
-    answer, seen = scripted(httpx.Response(503, text="busy"), httpx.ConnectError("refused"), good)
+    answer, seen = scripted((503, "busy"), None, (200, answer_of()))
     assert generate(answer).output_ids == [7, 8]
-    assert len(seen) == 3 and {json.loads(request.content)["rid"] for request in seen} == {REQUEST.sample_id}
+    assert [body["rid"] for body in seen] == [REQUEST.sample_id] * 3
 
 
 def test_when_every_attempt_fails_the_last_problem_is_told() -> None:
-    answer, _ = scripted(httpx.Response(502, text="first"), httpx.Response(503, json={"message": "no worker"}))
+    answer, _ = scripted((502, "first"), (503, {"message": "no worker"}))
     with pytest.raises(GenerationFailed, match="after 2 attempts: 503 no worker"):
         generate(answer, retries=1)
 
@@ -91,11 +102,11 @@ def test_when_every_attempt_fails_the_last_problem_is_told() -> None:
 def test_a_request_past_its_deadline_is_aborted_in_the_engine() -> None:
     aborted: list[Any] = []
 
-    async def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/generate":
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/generate":
             await asyncio.sleep(60)
-        aborted.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(200)
+        aborted.append((request.path, await request.json()))
+        return web.Response()
 
     with pytest.raises(TimeoutError, match=r"no answer within 0.05 s and was aborted"):
         generate(answer, timeout_seconds=0.05)
@@ -103,8 +114,8 @@ def test_a_request_past_its_deadline_is_aborted_in_the_engine() -> None:
 
 
 def test_back_off_stays_inside_the_deadline() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(500 if request.url.path == "/generate" else 404)
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500 if request.path == "/generate" else 404)
 
     with pytest.raises(TimeoutError, match="no answer within"):
         generate(answer, timeout_seconds=0.3, retries=10_000)
@@ -138,7 +149,7 @@ def test_an_answer_of_another_shape_names_the_sample(answer: Any) -> None:
 
 
 def test_an_answer_that_is_not_json_is_an_error_and_not_retried() -> None:
-    answer, seen = scripted(httpx.Response(200, text="<html>"))
+    answer, seen = scripted((200, "<html>"))
     with pytest.raises(ValueError, match="the answer is not JSON: '<html>'"):
         generate(answer)
     assert len(seen) == 1
