@@ -51,8 +51,8 @@ def _arrays(table: pa.Table, name: str) -> list[NDArray[np.generic] | None]:
     return [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
 
 
-def read_samples(table: pa.Table) -> list[Sample]:
-    """Rows with a response. A column that does not have one value per response token is refused."""
+def read_samples(table: pa.Table, vocab: int) -> list[Sample]:
+    """Rows with a response. Refused are columns without one value per response token, and tokens past `vocab`."""
     prompts, responses = _arrays(table, "prompt_token_ids"), _arrays(table, "response_token_ids")
     values = {name: _arrays(table, name) for name in _LOSS_COLUMNS}
     samples = []
@@ -68,14 +68,19 @@ def read_samples(table: pa.Table) -> list[Sample]:
             continue
         if not len(prompt):
             raise ValueError(f"sample {sample_id!r} has an empty prompt: nothing predicts its first token")
+        highest = int(max(prompt.max(), response.max()))
+        if highest >= vocab or min(prompt.min(), response.min()) < 0:
+            raise ValueError(
+                f"sample {sample_id!r} has token {highest}, the model has {vocab}: it has another tokenizer"
+            )
         samples.append(Sample(row, sample_id, prompt, response, columns))
     return samples
 
 
-def trained_samples(table: pa.Table) -> list[Sample]:
+def trained_samples(table: pa.Table, vocab: int) -> list[Sample]:
     """Samples that were not dropped and have a token to train, each with what the loss needs."""
     kept = table.column("kept").to_pylist()
-    samples = [sample for sample in read_samples(table) if kept[sample.row] is not False]
+    samples = [sample for sample in read_samples(table, vocab) if kept[sample.row] is not False]
     samples = [sample for sample in samples if sample.columns["loss_mask"].any()]
     for sample in samples:
         for name in ("advantages", "old_logprobs"):

@@ -87,7 +87,9 @@ class MegatronRank:
         """See TrainEngine; None on all ranks but rank 0."""
         table = read_table(batch)
         with self._working(), self._weights_of(role):
-            found = self._passes.logprobs(self._micro_batches(megatron_batch.read_samples(table), []))
+            found = self._passes.logprobs(
+                self._micro_batches(megatron_batch.read_samples(table, self._shape.vocab), [])
+            )
         if self._rank != 0:
             return None
         column = "old_logprobs" if role == "policy" else "ref_logprobs"
@@ -114,7 +116,7 @@ class MegatronRank:
         if key in self._results:
             return self._results[key]
         loss, started = get_loss(update.loss), time.monotonic()
-        samples = megatron_batch.trained_samples(read_table(batch))
+        samples = megatron_batch.trained_samples(read_table(batch), self._shape.vocab)
         if not samples:
             raise ValueError(f"batch {batch.uri} has no token to train: every sample is dropped, empty or masked")
         rate = learning_rate(self._progress.optimizer_steps, self._setup.optimizer)

@@ -1,0 +1,214 @@
+"""One Megatron rank: a step is applied once, does not depend on how the batch is cut, and can be gone back to."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from milepost.engines.megatron_checkpoint import DamagedCheckpoint
+from milepost.engines.megatron_rank import MegatronRank
+from milepost.engines.protocols import UpdateParams
+from milepost.engines.train_actors import TrainSetup
+from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.storage.tables import TableRef, read_table, with_columns, write_table
+
+pytestmark = pytest.mark.slow
+
+VOCAB = 64
+UPDATE = UpdateParams("ppo_clip", {"clip_low": 0.2})
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model.save_pretrained(folder)
+    optimizer = OptimizerSection(lr=1e-2, schedule="warmup", warmup_steps=2)
+    return TrainSetup(str(folder), ModelSection(), optimizer, PerfSection(train_threads=1), 0.8, 0)
+
+
+class Ranks:
+    """Starts one rank at a time in this process."""
+
+    def __init__(self, setup: TrainSetup) -> None:
+        self.setup = setup
+        self._running: MegatronRank | None = None
+
+    def start(self, **changes: Any) -> MegatronRank:
+        self.stop()
+        self._running = MegatronRank(0, 1, replace(self.setup, **changes))
+        self._running.connect(*self._running.rendezvous())
+        return self._running
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+@pytest.fixture
+def ranks(setup: TrainSetup) -> Iterator[Ranks]:
+    running = Ranks(setup)
+    yield running
+    running.stop()
+
+
+def rollouts() -> pa.Table:
+    random = np.random.default_rng(0)
+    rows: list[dict[str, object]] = []
+    for index in range(8):
+        prompt, response = int(random.integers(2, 9)), int(random.integers(1, 17))
+        row: dict[str, object] = {name: "" for name in ROLLOUTS.names if ROLLOUTS.field(name).type == pa.string()}
+        row |= {"step": 0, "shard": 0, "turns": 1, "seed": 0, "response_escaped": False, "kept": True}
+        row |= {"sample_id": f"s{index}", "advantages": [float(random.normal())] * response}
+        row |= {"prompt_token_ids": random.integers(0, VOCAB, prompt).tolist(), "loss_mask": [1] * response}
+        row |= {"response_token_ids": random.integers(0, VOCAB, response).tolist()}
+        logprobs = (-4 - random.random(response)).tolist()
+        rows.append(row | {"rollout_logprobs": logprobs, "old_logprobs": logprobs})
+    return from_rows(rows, ROLLOUTS)
+
+
+def write(folder: Path, **columns: list[Any]) -> TableRef:
+    return write_table(str(folder / "batch"), with_columns(rollouts(), columns), ROLLOUTS)
+
+
+def digest(rank: MegatronRank, folder: Path) -> str:
+    return rank.weights(str(folder / "weights"), 0).version.digest
+
+
+def test_the_same_steps_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        rank = ranks.start()
+        results = [rank.step(write(tmp_path), UPDATE, key) for key in ("a", "b")]
+        found.append((digest(rank, tmp_path), [result.metrics["loss"] for result in results]))
+    assert found[0] == found[1]
+
+
+def test_the_learning_rate_warms_up_by_applied_steps(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    assert [rank.step(write(tmp_path), UPDATE, key).metrics["lr"] for key in "abcd"] == [0, 0.005, 0.01, 0.01]
+
+
+def test_the_result_does_not_depend_on_the_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
+    found = []
+    for budget in (1, 60, 10_000):
+        rank = ranks.start(perf=PerfSection(train_threads=1, max_tokens_per_micro_batch=budget))
+        result = [rank.step(write(tmp_path), UPDATE, key) for key in ("a", "b")][-1]
+        found.append((result.metrics["loss"], result.metrics["grad_norm"]))
+    assert found[0] == pytest.approx(found[2], rel=1e-5) and found[1] == pytest.approx(found[2], rel=1e-5)
+
+
+def test_rows_without_a_trained_token_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    wanted = rank.step(write(tmp_path), UPDATE, "a").metrics
+    more = pa.concat_tables([rollouts(), rollouts().slice(0, 3)])
+    empty, masked = more["response_token_ids"].to_pylist(), more["loss_mask"].to_pylist()
+    columns = {name: more[name].to_pylist() for name in ("rollout_logprobs", "advantages", "old_logprobs")}
+    for values in (empty, masked, *columns.values()):
+        values[8] = []
+    masked[9] = [0] * len(masked[9])
+    kept = [True] * 10 + [False]
+    table = with_columns(more, {"response_token_ids": empty, "loss_mask": masked, "kept": kept, **columns})
+    found = ranks.start().step(write_table(str(tmp_path / "more"), table, ROLLOUTS), UPDATE, "a").metrics
+    assert [found[name] for name in ("loss", "grad_norm", "samples")] == [
+        pytest.approx(wanted[name], rel=1e-6) for name in ("loss", "grad_norm", "samples")
+    ]
+
+
+def test_a_key_is_applied_once(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    first, before = rank.step(write(tmp_path), UPDATE, "a"), digest(rank, tmp_path)
+    assert rank.step(write(tmp_path), UPDATE, "a") == first
+    assert digest(rank, tmp_path) == before
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_alone(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    advantages = rollouts()["advantages"].to_pylist()
+    advantages[0] = [float("inf")] * len(advantages[0])
+    before = digest(rank, tmp_path)
+    result = rank.step(write(tmp_path, advantages=advantages), UPDATE, "a")
+    assert (result.applied, result.optimizer_step) == (False, 0)
+    assert digest(rank, tmp_path) == before
+    assert rank.step(write(tmp_path), UPDATE, "b").applied
+
+
+def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    start = rank.save(str(tmp_path / "start"))
+    rank.step(write(tmp_path), UPDATE, "a")
+    checkpoint = rank.save(str(tmp_path / "checkpoint"))
+    wanted = [rank.step(write(tmp_path), UPDATE, key).metrics["loss"] for key in ("b", "c")]
+    end = digest(rank, tmp_path)
+    for restored in (rank, ranks.start()):
+        if restored is not rank:
+            restored.restore(checkpoint)
+            assert (checkpoint.last_key, restored.step(write(tmp_path), UPDATE, "a").optimizer_step) == ("a", 1)
+            assert [restored.step(write(tmp_path), UPDATE, key).metrics["loss"] for key in ("b", "c")] == wanted
+            assert digest(restored, tmp_path) == end
+            restored.restore(start)
+            assert digest(restored, tmp_path) == start.version.digest
+
+
+def test_a_damaged_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    checkpoint = rank.save(str(tmp_path / "checkpoint"))
+    file = tmp_path / "checkpoint" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match=r"has changed since it was saved \(__0_0.distcp\)"):
+        rank.restore(checkpoint)
+    with pytest.raises(DamagedCheckpoint, match="is not a complete checkpoint"):
+        rank.restore(replace(checkpoint, uri=str(tmp_path)))
+
+
+def test_the_reference_is_the_model_as_loaded_and_asking_for_it_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    at_start = rank.logprobs(write(tmp_path), "policy", str(tmp_path / "filled"))
+    for key in ("a", "b"):
+        rank.step(write(tmp_path), UPDATE, key)
+    before = digest(rank, tmp_path)
+    later = rank.logprobs(write(tmp_path), "reference", str(tmp_path / "filled"))
+    assert at_start is not None and later is not None
+    assert read_table(later)["ref_logprobs"].to_pylist() == read_table(at_start)["old_logprobs"].to_pylist()
+    assert digest(rank, tmp_path) == before
+
+
+def test_bfloat16_trains_with_float32_master_weights(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start(perf=PerfSection(train_threads=1, dtype="bfloat16"))
+    assert all(rank.step(write(tmp_path), UPDATE, key).applied for key in ("a", "b"))
+    checkpoint, source = rank.save(str(tmp_path / "checkpoint")), rank.weights(str(tmp_path / "out"), 2)
+    assert {tensor.dtype for tensor in load_file(Path(source.uri) / "model.safetensors").values()} == {torch.bfloat16}
+    wanted = rank.step(write(tmp_path), UPDATE, "c").metrics["loss"]
+    rank.restore(checkpoint)
+    assert rank.step(write(tmp_path), UPDATE, "c").metrics["loss"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("old_logprobs", None, "sample 's1' has no old_logprobs: fill the column before the step"),
+        ("loss_mask", [1], "sample 's1' has 1 values of loss_mask for .* response tokens"),
+        ("prompt_token_ids", [], "sample 's1' has an empty prompt"),
+        ("response_token_ids", [VOCAB], "sample 's1' has token 64, the model has 64"),
+    ],
+)
+def test_a_malformed_batch_is_refused_by_sample(
+    column: str, value: Any, message: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    values = rollouts()[column].to_pylist()
+    values[1] = value if column != "response_token_ids" else value * len(values[1])
+    with pytest.raises(ValueError, match=message):
+        ranks.start().step(write(tmp_path, **{column: values}), UPDATE, "a")
