@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_ANSWERS = {"current_device": CPU, "current_stream": None, "set_device": None, "synchronize": None}  # of torch.cuda
 
 
 def _is_cuda(device: Any) -> bool:
@@ -84,7 +85,7 @@ def cuda_on_cpu(tracker: CpuRngTracker) -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
     with contextlib.ExitStack() as stack:
-        for name, answer in (("current_device", CPU), ("synchronize", None), ("set_device", None)):
+        for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.Mock(return_value=answer)))
         stack.enter_context(mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", tracker))
         stack.enter_context(mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True))
