@@ -88,7 +88,7 @@ class AppServer:
         self._server = HttpServer(app, host=host, port=port)
         return self._server.url
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def url(self) -> str:
         if self._server is None:
             raise RuntimeError("the application is not running")

@@ -64,7 +64,6 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_generation(app: FastAPI, backend: EmbeddedBackend) -> None:
-    @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         call = parse_generate(await _body(request), backend.limits)
         if failure := backend.scheduler.failure():
@@ -74,6 +73,8 @@ def _add_generation(app: FastAPI, backend: EmbeddedBackend) -> None:
         sequences = await _complete(call.requests, backend, request)
         answers = [completion(sequence, backend) for sequence in sequences]
         return JSONResponse(answers if call.is_batch else answers[0])
+
+    app.add_route("/generate", generate, methods=["POST", "PUT"])  # the hot path does without dependency injection
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
@@ -193,7 +194,10 @@ async def _complete(requests: list[CompletionRequest], backend: EmbeddedBackend,
         if not pending:
             finished.set()
 
-    sequences = [backend.submit(item, lambda _: loop.call_soon_threadsafe(count_down)) for item in requests]
+    def tell(sequence: Sequence) -> None:
+        loop.call_soon_threadsafe(count_down)
+
+    sequences = [backend.submit(item, tell) for item in requests]
     tasks = [asyncio.ensure_future(finished.wait()), asyncio.ensure_future(_disconnected(client))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

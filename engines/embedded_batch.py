@@ -2,11 +2,18 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from milepost.engines.embedded_cache import fill_holes
 from milepost.engines.embedded_sequence import Decode, Sequence
+
+
+def fill_holes(leaving: Collection[int], count: int) -> list[int]:
+    """The old index of each row that remains of `count`, with the last ones moved into the places of those leaving."""
+    gone = set(leaving)
+    remaining = count - len(gone)
+    movers = iter([row for row in range(remaining, count) if row not in gone])
+    return [next(movers) if row in gone else row for row in range(remaining)]
 
 
 class SequenceModel(Protocol):
@@ -59,6 +66,10 @@ class Batch:
                 sequence.begin(version)
             self.running += joining
             self._model.join(joining)
+
+    def may_double(self) -> bool:
+        """Whether those waiting are as many as those running, and there is room for more."""
+        return len(self.running) <= len(self.waiting) < self._max_running - len(self.running)
 
     def step(self, version: str) -> None:
         """One token for every running sequence; those that finish leave at once."""

@@ -11,14 +11,6 @@ import torch
 _FIRST_LENGTH = 64
 
 
-def fill_holes(leaving: Sequence[int], count: int) -> list[int]:
-    """The old index of each row that remains of `count`, with the last ones moved into the places of those leaving."""
-    gone = set(leaving)
-    remaining = count - len(gone)
-    movers = iter([row for row in range(remaining, count) if row not in gone])
-    return [next(movers) if row in gone else row for row in range(remaining)]
-
-
 class PrefillCache:
     """Collects the keys and values of a forward pass that starts at position 0: `layers[i]` is (keys, values)."""
 
@@ -69,7 +61,7 @@ class SlotCache:
             self._look()
 
     def keep(self, order: Sequence[int]) -> None:
-        """Keep the rows in `order` (see `fill_holes`) and drop the others; an empty cache gives its length back."""
+        """Keep the rows in `order` (see `embedded_batch.fill_holes`) and drop the others; an empty cache gives its length back."""
         self.rows = len(order)
         moved = [(row, source) for row, source in enumerate(order) if row != source]
         if moved and self._store is not None:

@@ -88,9 +88,7 @@ class EmbeddedModel:
         embedded_weights.check_fit(tensors, live, uri=uri)
         digest = weights_digest(tensors.items())
         if expected_digest is not None and not digest.startswith(expected_digest):
-            raise ValueError(
-                f"the weights in {uri!r} have digest {digest}, expected {expected_digest}: export again"
-            )
+            raise ValueError(f"the weights in {uri!r} have digest {digest}, expected {expected_digest}: export again")
         return digest, partial(self._apply, live, tensors)
 
     def weights_digest(self) -> str:

@@ -5,6 +5,7 @@ A sequence never mixes weight versions, unless it was running when generation wa
 
 import concurrent.futures
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,8 @@ from milepost.engines.protocols import PauseMode
 
 Command = Callable[[], None]
 
+SETTLE_SECONDS = 0.005  # a burst is over when nothing came for so long
+GATHER_SECONDS = 0.1
 ABORTED = "aborted on request"
 
 
@@ -96,6 +99,7 @@ class Scheduler:
     def _run(self) -> None:
         while not self._closing:
             self._read_inbox(block=not self._active() and not self._may_update())
+            self._gather()
             while self._may_update():
                 self._updates.popleft()()
             if self._active():
@@ -112,12 +116,23 @@ class Scheduler:
 
     def _read_inbox(self, *, block: bool) -> None:
         while block or not self._inbox.empty():
-            item = self._inbox.get()
-            if isinstance(item, Sequence):
-                self._batch.waiting.append(item)
-            else:
-                item()
+            self._take(self._inbox.get())
             block = False
+
+    def _take(self, item: Sequence | Command) -> None:
+        if isinstance(item, Sequence):
+            self._batch.waiting.append(item)
+        else:
+            item()
+
+    def _gather(self) -> None:
+        """Wait a moment for the rest of a burst: a step costs nearly the same for a few rows as for many."""
+        deadline = time.monotonic() + GATHER_SECONDS
+        while self._active() and self._batch.may_double() and time.monotonic() < deadline:
+            try:
+                self._take(self._inbox.get(timeout=SETTLE_SECONDS))
+            except queue.Empty:
+                return
 
     def _pause(self, mode: PauseMode) -> None:
         self.paused = mode

@@ -48,19 +48,19 @@ class ServedEngine(ABC):
         self._server = HttpServer(build_app(self._backend), host=self.host)
         return self._server.url
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def url(self) -> str:
         return self._server.url
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def weight_version(self) -> WeightVersion:
         return self._backend.version
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def pause(self, mode: PauseMode) -> None:
         self._backend.scheduler.pause(mode)
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def resume(self) -> None:
         self._backend.scheduler.resume()
 
@@ -73,7 +73,7 @@ class ServedEngine(ABC):
     def resume_memory(self) -> None:
         self._backend.resume_memory()
 
-    @ray.method(concurrency_group=cluster.CONTROL)
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def abort(self) -> None:
         """End every request with what it has; also answers while weights wait for requests to finish."""
         self._backend.scheduler.abort(lambda sequence: True)
@@ -92,8 +92,8 @@ class EmbeddedEngine(ServedEngine):
         from milepost.engines.embedded_model import EmbeddedModel
         from milepost.engines.tokenizer import load_tokenizer
 
-        # Ray sets OMP_NUM_THREADS=1 for its workers, so torch's own choice has to be made here.
-        torch.set_num_threads(self.threads or len(os.sched_getaffinity(0)))
+        # Ray sets OMP_NUM_THREADS=1 for its workers, so the choice is made here; one core is left for HTTP.
+        torch.set_num_threads(self.threads or max(1, len(os.sched_getaffinity(0)) - 1))
         trust = bool(self.options.get("trust_remote_code", False))
         model = EmbeddedModel(
             self.model_dir,

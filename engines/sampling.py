@@ -3,7 +3,7 @@
 The noise of a row is a pure function of its seed and position, so what else is in the batch changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,8 @@ def _mix64(values: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64: a bijection of uint64 whose output looks random."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def vocabulary_columns(vocab_size: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def vocabulary_columns(vocab_size: int) -> torch.Tensor:
 
 
 def sampling_rows(
-    params: Sequence[SamplingParams], columns: torch.Tensor, *, stop_ids: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams], columns: torch.Tensor, *, stop_ids: Sequence[Collection[int]]
 ) -> SamplingRows:
     """The columns for `params`; `stop_ids` are the tokens that would end each row."""
     greedy = [item.temperature == 0 for item in params]

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from milepost.engines.embedded_batch import fill_holes
 from milepost.engines.embedded_request import Limits, SamplingParams, parse_generate, parse_sampling
 from milepost.engines.sampling import draw, gumbel_noise, sampling_rows, vocabulary_columns
 
@@ -147,3 +148,11 @@ def test_a_list_of_prompts_is_a_batch_with_parameters_for_each() -> None:
     call = parse_generate({"text": ["ab", "c"], "rid": "r", "sampling_params": [{"top_k": 1}, {"top_k": 2}]}, LIMITS)
     assert call.is_batch
     assert [(r.rid, r.input_ids, r.params.top_k) for r in call.requests] == [("r_0", (0, 1), 1), ("r_1", (2,), 2)]
+
+
+@given(st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_rows_that_remain_stay_dense_and_move_only_into_places_left_free(case: tuple[int, set[int]]) -> None:
+    count, leaving = case
+    order = fill_holes(sorted(leaving), count)
+    assert sorted(order) == sorted(set(range(count)) - leaving)
+    assert all(source == row or row in leaving for row, source in enumerate(order))

@@ -18,7 +18,7 @@ from milepost.engines.rollout_actor import EmbeddedEngine, start_rollout_engine
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import write_character_tokenizer
 
-REQUESTS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, RUNS, THREADS = 64, 16, 32, 64, 8, 2
+REQUESTS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, RUNS, THREADS = 64, 16, 32, 64, 8, 1
 CHARACTERS = "".join(map(chr, range(32, 32 + VOCABULARY - 3)))
 
 
