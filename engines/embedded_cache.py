@@ -61,7 +61,7 @@ class SlotCache:
             self._look()
 
     def keep(self, order: Sequence[int]) -> None:
-        """Keep the rows in `order` (see `embedded_batch.fill_holes`) and drop the others; an empty cache gives its length back."""
+        """Keep the rows in `order` (see embedded_batch.fill_holes); an empty cache gives its length back."""
         self.rows = len(order)
         moved = [(row, source) for row, source in enumerate(order) if row != source]
         if moved and self._store is not None:

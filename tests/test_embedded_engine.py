@@ -102,7 +102,7 @@ def test_weights_with_another_digest_or_tensors_are_refused_and_nothing_changes(
     digest = write_weights(model_dir, tmp_path, lambda tensors: tensors["model.norm.weight"].mul_(2.0))
     with pytest.raises(ValueError, match="have digest .*, expected ffff"):
         engine.load_weights(WeightSource(str(tmp_path), WeightVersion(9, "f" * 32)))
-    write_weights(model_dir, tmp_path, lambda tensors: tensors.pop("model.norm.weight") and None)
+    write_weights(model_dir, tmp_path, lambda tensors: tensors.__delitem__("model.norm.weight"))
     with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
         engine.load_weights(WeightSource(str(tmp_path), WeightVersion(9, digest)))
     write_weights(model_dir, tmp_path, lambda tensors: tensors.update(more=torch.zeros(1)))
