@@ -59,7 +59,7 @@ class MegatronRank:
         self._shape = read_shape(hf_config)
         megatron_world.keep_to_loopback(address)
         if self._store is None:
-            self._store = dist.TCPStore(address, port, self._world, is_master=False)
+            self._store = megatron_world.find_store(address, port, self._world)
         with self._working():
             megatron_world.join_world(self._store, rank=self._rank, world=self._world, model=self._setup.model)
             megatron_world.seed_streams(self._setup.seed)

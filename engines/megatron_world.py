@@ -34,6 +34,11 @@ def open_store(address: str, world: int) -> dist.TCPStore:
     )
 
 
+def find_store(address: str, port: int, world: int) -> dist.TCPStore:
+    """The rendezvous that rank 0 opened."""
+    return dist.TCPStore(address, port, world, is_master=False)
+
+
 def join_world(store: dist.Store, *, rank: int, world: int, model: ModelSection) -> None:
     """Join the other ranks and lay out Megatron's process groups."""
     dist.init_process_group(
