@@ -35,9 +35,10 @@ def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
         return
     main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    # "local" starts a cluster of this process's own even where somebody else's runs.
     own: dict[str, Any] = {} if address else {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
     ray.init(
-        address=address,
+        address=address or "local",
         namespace=NAMESPACE,
         include_dashboard=False,
         log_to_driver=False,

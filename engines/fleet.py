@@ -4,7 +4,7 @@ They belong to the process that started them and end with it; others find them b
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,9 @@ def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActo
     return start_train_engine(run, setup, rank_class=_rank_class(parameters), timeout_seconds=timeout)
 
 
-def _start_rollout(run: str, index: int, parameters: Parameters, model_dir: str) -> RolloutActor:
+def _start_rollout(
+    run: str, index: int, parameters: Parameters, model_dir: str, options: Mapping[str, Any]
+) -> RolloutActor:
     return start_rollout_engine(
         run,
         index,
@@ -78,6 +80,7 @@ def _start_rollout(run: str, index: int, parameters: Parameters, model_dir: str)
         max_running_requests=parameters.engines.max_running_requests,
         context_length=parameters.model.context_length,
         dtype=parameters.perf.dtype,
+        **options,
     )
 
 
@@ -88,12 +91,17 @@ def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters)
 
 
 @contextmanager
-def fleet(run: str, parameters: Parameters, model_dir: str) -> Iterator[Fleet]:
-    """Start every process of `run`, and end them all on the way out, whatever happened."""
+def fleet(
+    run: str, parameters: Parameters, model_dir: str, *, engine_options: Mapping[str, Any] | None = None
+) -> Iterator[Fleet]:
+    """Start every process of `run`, and end them all on the way out, whatever happened.
+
+    `engine_options` are further arguments of the rollout engine's class.
+    """
     with ExitStack() as stack:
         engines = []
         for index in range(parameters.engines.rollout_engines):
-            engine = _start_rollout(run, index, parameters, model_dir)
+            engine = _start_rollout(run, index, parameters, model_dir, engine_options or {})
             stack.callback(engine.close)
             engines.append(engine)
         trainer = start_trainer(run, parameters, model_dir)

@@ -81,7 +81,7 @@ def train(
     from milepost.flows.recipe import request
 
     wanted = request(config, set or [], run=run, root=root, steps=steps)
-    summary = asyncio.run(launch(wanted))
+    summary = launch(wanted)
     if as_json:
         print(json.dumps(summary))
     else:

@@ -1,5 +1,6 @@
 """A run from the command line: checked first, then trained against a Prefect server that is there or is started."""
 
+import asyncio
 from typing import Any
 
 from milepost.flows.failure import RunFailed, sentence
@@ -21,13 +22,13 @@ def check(request: Request) -> RunFolder:
     return folder
 
 
-async def launch(request: Request) -> dict[str, Any]:
+def launch(request: Request) -> dict[str, Any]:
     """Train, and return what there is to say of the finished run."""
     folder = check(request)
     sections = {name: getattr(request.parameters, name) for name in type(request.parameters).model_fields}
     with prefect_api(say=say, console_level="CRITICAL"):
         try:
-            await train(run=request.run, root=request.root, steps=request.steps, **sections)
+            asyncio.run(train(run=request.run, root=request.root, steps=request.steps, **sections))
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
             if files.exists(folder.record):
                 raise RunFailed(f"run {request.run!r} failed: {sentence(error)}") from error

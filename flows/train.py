@@ -77,9 +77,9 @@ def create_run(plan: RunPlan, folder: RunFolder) -> Launched:
     return Launched(plan, folder, record, held_out)
 
 
-async def first_version(launched: Launched, engines: Fleet) -> WeightVersion:
-    """Version 0: the trainer's own weights, loaded into every engine so that both are compared by digest."""
-    return await push_weights(
+async def first_position(launched: Launched, engines: Fleet) -> Position:
+    """The start of the prompt set, and version 0: the trainer's own weights, loaded into every engine."""
+    version = await push_weights(
         0,
         launched.plan.parameters.sync,
         folder=launched.folder,
@@ -87,6 +87,7 @@ async def first_version(launched: Launched, engines: Fleet) -> WeightVersion:
         engines=list(engines.engines),
         router_url=engines.router_url,
     )
+    return Position(Cursor(), version)
 
 
 async def evaluate(launched: Launched, version: WeightVersion, router_url: str) -> Accuracy | None:
@@ -117,7 +118,7 @@ def eval_due(step: int, steps: int, every: int) -> bool:
 async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker) -> Position:
     """Every step in order, with evaluation where it is due."""
     plan, folder = launched.plan, launched.folder
-    position = Position(Cursor(), await first_version(launched, engines))
+    position = await first_position(launched, engines)
     every = plan.parameters.eval.every_steps
     with progress_bar(plan.run, plan.steps) as advance:
         for step in range(plan.steps):

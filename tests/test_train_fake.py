@@ -1,0 +1,164 @@
+"""The whole DAG under Prefect, on fake engines: order, overlap, accounting, and what a run leaves behind."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.engines.fleet import Fleet, fleet
+from milepost.flows.iteration import iteration
+from milepost.flows.plan import make_plan
+from milepost.flows.recipe import load_recipe
+from milepost.flows.report import write_report
+from milepost.flows.sql import query
+from milepost.flows.train import create_run, first_position, train
+from milepost.storage import files, manifest, runs
+from milepost.storage.journal import StepStore
+from milepost.storage.parameters import Parameters
+from milepost.storage.tables import TableRef, read_table
+
+from .conftest import Prompts
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
+
+FAKE = [
+    'engines.train="fake"',
+    'engines.rollout="fake"',
+    "data.apply_chat_template=false",
+    "data.rollout_batch_size=8",
+    "data.n_samples_per_prompt=2",
+    "algorithm.num_steps_per_rollout=2",
+    "model.context_length=32",
+    "rollout.max_new_tokens=4",
+    "rollout.shards=4",
+    "reward.name=tests.rewards_for_tests:parity",
+    "tracking.enabled=false",
+]
+
+
+def parameters(model_dir: str, prompts: str, *overrides: str) -> Parameters:
+    found, _ = load_recipe(None, [*FAKE, f"model.path={model_dir}", f"data.path={prompts}", *overrides])
+    return found
+
+
+def sections(chosen: Parameters) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in Parameters.model_fields}
+
+
+def trained(run: str, root: Path, chosen: Parameters, *, steps: int) -> runs.RunFolder:
+    asyncio.run(train(run=run, root=str(root), steps=steps, **sections(chosen)))
+    return runs.run_folder(str(root), run)
+
+
+def test_a_run_leaves_a_chain_of_manifests_and_readable_tables(
+    tmp_path: Path, model_dir: str, prompts: Prompts
+) -> None:
+    folder = trained("chain", tmp_path, parameters(model_dir, prompts()), steps=3)
+    steps = [manifest.load(folder, step) for step in manifest.finished_steps(folder)]
+    assert [step.step for step in steps] == [0, 1, 2]
+    assert [step.previous for step in steps[1:]] == [manifest.manifest_digest(folder, step) for step in (0, 1)]
+    assert [step.version_in for step in steps[1:]] == [step.version_out for step in steps[:-1]]
+    for step in steps:
+        assert step.accounting["served"] == 8 == sum(n for name, n in step.accounting.items() if name != "served")
+        for entry in step.commits:
+            for ref in entry["tables"].values():
+                assert read_table(TableRef(**ref)).num_rows == ref["rows"]
+
+
+def test_every_sample_is_trained_once_and_in_equal_batches(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    folder = trained("batches", tmp_path, parameters(model_dir, prompts()), steps=1)
+    tables = {
+        entry["slot"]: {name: read_table(TableRef(**ref)) for name, ref in entry["tables"].items()}
+        for entry in manifest.load(folder, 0).commits
+    }
+    batches = list(tables["optimize-r0"].values())
+    kept = [
+        sample
+        for slot, found in sorted(tables.items())
+        if slot.startswith("filter")
+        for sample, keep in zip(
+            found["rollouts"]["sample_id"].to_pylist(), found["rollouts"]["kept"].to_pylist(), strict=True
+        )
+        if keep
+    ]
+    assert [batch.num_rows for batch in batches] == [8, 8]
+    assert [sample for batch in batches for sample in batch["sample_id"].to_pylist()] == kept
+
+
+def test_prompts_are_served_in_turn_over_the_steps_and_wrap(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    folder = trained("wrap", tmp_path, parameters(model_dir, prompts(12)), steps=3)
+    served: list[int] = []
+    for step in range(3):
+        entry = next(item for item in manifest.load(folder, step).commits if item["slot"] == "sample-r0")
+        served += read_table(TableRef(**entry["tables"]["prompts"]))["row"].to_pylist()
+    assert sorted(served[:12]) == list(range(12))
+    assert sorted(served[12:]) == list(range(12))
+
+
+def test_a_slow_shard_delays_no_other(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    """One prompt generates slowly: the other shards are scored and filtered before its shard is generated."""
+    chosen = parameters(model_dir, prompts(8), "data.shuffle=false")
+    plan = make_plan("overlap", str(tmp_path), 1, chosen)
+    folder = runs.run_folder(str(tmp_path), "overlap")
+    launched = create_run(plan, folder)
+    slow = plan.prompts.prompts[5].prompt_token_ids[0]
+    engine_options = {"slow_token": slow, "slow_seconds": 0.4}
+    with fleet("overlap", chosen, plan.model_dir, engine_options=engine_options) as engines:
+        asyncio.run(_one_step(launched, engines, str(tmp_path)))
+    done = {commit.slot: commit.committed_at for commit in StepStore(folder.step(0), "overlap", 0).commits()}
+    slow_shard, others = 5 % 4, [shard for shard in range(4) if shard != 5 % 4]
+    assert all(done[f"filter-r0-s{shard:03d}"] < done[f"generate-r0-s{slow_shard:03d}"] for shard in others)
+
+
+async def _one_step(launched: Any, engines: Fleet, root: str) -> None:
+    await iteration(root, "overlap", 0, await first_position(launched, engines))
+
+
+def test_a_name_that_is_taken_is_refused_and_nothing_is_touched(
+    tmp_path: Path, model_dir: str, prompts: Prompts
+) -> None:
+    chosen = parameters(model_dir, prompts())
+    folder = trained("taken", tmp_path, chosen, steps=1)
+    before = manifest.manifest_digest(folder, 0)
+    with pytest.raises(runs.RunExists, match="'taken' already exists"):
+        trained("taken", tmp_path, chosen, steps=1)
+    assert manifest.manifest_digest(folder, 0) == before
+
+
+def test_filtering_that_starves_takes_its_rounds_and_then_its_policy(
+    tmp_path: Path, model_dir: str, prompts: Prompts
+) -> None:
+    starving = ["reward.name=tests.rewards_for_tests:always_one", 'filter.group="nonzero_std"', "filter.max_rounds=3"]
+    chosen = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="skip_step"')
+    closed = manifest.load(trained("starved", tmp_path, chosen, steps=1), 0)
+    assert closed.accounting == {"filtered: zero_std": 24, "served": 24}
+    assert closed.version_in.split("-")[1] == closed.version_out.split("-")[1]
+    failing = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="fail"')
+    with pytest.raises(RuntimeError, match="kept 0 of 8 groups after 3 rounds"):
+        trained("failed", tmp_path, failing, steps=1)
+
+
+def test_a_grader_that_hangs_or_raises_costs_only_its_samples(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    bad = ["reward.name=tests.rewards_for_tests:hang_or_raise", "reward.timeout_seconds=0.5"]
+    folder = trained("graders", tmp_path, parameters(model_dir, prompts(8), *bad, "data.shuffle=false"), steps=1)
+    columns, rows = query(
+        folder, "select verdict->>'reason' as reason, count(*) from rollouts where reward is null group by 1 order by 1"
+    )
+    assert columns[0] == "reason"
+    assert [(reason.split(":")[0], count) for reason, count in rows] == [("error", 2), ("timeout", 2)]
+
+
+def test_the_report_shows_every_step(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    folder = trained("report", tmp_path, parameters(model_dir, prompts()), steps=2)
+    page = files.read(write_report(folder)).decode()
+    assert "2 of 2 steps" in page and "<svg" in page and "<script" not in page
+
+
+def test_held_out_prompts_are_evaluated_before_the_first_step_and_after_the_last(
+    tmp_path: Path, model_dir: str, prompts: Prompts
+) -> None:
+    held_out = prompts(4, name="held-out.jsonl")
+    chosen = parameters(model_dir, prompts(), f"eval.path={held_out}", "eval.every_steps=2")
+    folder = trained("eval", tmp_path, chosen, steps=3)
+    assert files.names(files.join(folder.uri, "evals")) == ["000000", "000002", "000003"]
