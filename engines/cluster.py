@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 import ray
 
 NAMESPACE = "milepost"
-CONTROL = "control"  # concurrency group of the methods that answer while an actor works: `@ray.method(concurrency_group=CONTROL)`
+CONTROL = "control"  # the concurrency group of methods that answer while an actor works
 POLL_SECONDS = 0.2
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 
@@ -30,7 +30,7 @@ class EngineTimeout(TimeoutError):
 
 
 def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
-    """Join the Ray cluster at `address`, or start one that ends with this process. Connecting twice is one connection."""
+    """Join the Ray cluster at `address`, or start one that ends with this process; once joined, this does nothing."""
     if ray.is_initialized():
         return
     main_thread = threading.current_thread() is threading.main_thread()
@@ -83,7 +83,7 @@ def actor(name: str) -> Any:
 
 
 def wait(ref: Any, timeout_seconds: float, *, what: str) -> Any:
-    """The value behind `ref`, or EngineTimeout that says `what` was waited for. The actor's own error is raised as it was."""
+    """The value behind `ref`, or EngineTimeout that says `what` was waited for; the actor's own errors pass through."""
     future = ref.future()
     deadline = time.monotonic() + timeout_seconds
     while True:

@@ -12,7 +12,13 @@ from typing import Any
 from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
 from milepost.engines.graders import GraderPool
-from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, start_rollout_engine
+from milepost.engines.rollout_actor import (
+    EmbeddedEngine,
+    FakeEngine,
+    RolloutActor,
+    connect_rollout_engine,
+    start_rollout_engine,
+)
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
 from milepost.storage.parameters import Parameters
 
@@ -39,13 +45,7 @@ def _rank_class(parameters: Parameters) -> Any:
 
 
 def _engine_class(parameters: Parameters) -> Any:
-    if parameters.engines.rollout == "fake":
-        from milepost.engines.rollout_actor import FakeEngine
-
-        return FakeEngine
-    from milepost.engines.rollout_actor import EmbeddedEngine
-
-    return EmbeddedEngine
+    return FakeEngine if parameters.engines.rollout == "fake" else EmbeddedEngine
 
 
 def world_size(parameters: Parameters) -> int:

@@ -76,7 +76,7 @@ class UpdateParams:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What a step did. `applied` is false when the loss or the gradient was not finite and the weights did not change."""
+    """What a step did. `applied` is false when loss or gradient were not finite and the weights did not change."""
 
     key: str
     applied: bool

@@ -3,11 +3,6 @@
 from pathlib import Path
 from typing import Literal
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from milepost.engines.embedded_weights import write_folder
-
 Family = Literal["qwen3", "llama", "qwen2"]
 
 
@@ -27,6 +22,11 @@ def write_tiny_model(
 
     It names no end token of its own: the tokenizer's holds.
     """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from milepost.engines.embedded_weights import write_folder
+
     if hidden % heads or heads % kv_heads:
         raise ValueError(
             f"hidden {hidden}, heads {heads}, kv_heads {kv_heads}: heads must divide hidden, and kv_heads heads"

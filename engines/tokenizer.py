@@ -6,7 +6,6 @@ from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -55,6 +54,8 @@ class Tokenizer:
 
 def load_tokenizer(model_dir: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer in a model folder; ValueError when there is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     folder = Path(model_dir)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise ValueError(f"{model_dir!r} holds no tokenizer: give a folder with a tokenizer.json")
@@ -87,6 +88,8 @@ def write_character_tokenizer(directory: str, characters: str) -> None:
     raw = RawTokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     raw.decoder = decoders.Fuse()
+    from transformers import PreTrainedTokenizerFast
+
     PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     ).save_pretrained(directory)

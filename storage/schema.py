@@ -89,7 +89,7 @@ STAGE_COLUMNS = {
 def schema_name(schema: pa.Schema) -> str:
     """The name a Milepost schema carries; raises SchemaMismatch for a foreign one."""
     metadata = schema.metadata or {}
-    name = metadata.get(_NAME_KEY, b"").decode()
+    name: str = metadata.get(_NAME_KEY, b"").decode()
     if name not in SCHEMAS:
         raise SchemaMismatch(f"not a Milepost table: its footer names the schema {name!r}, known are {sorted(SCHEMAS)}")
     return name
