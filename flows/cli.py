@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.exceptions import Abort, ClickException
-from click.exceptions import Exit as ClickExit
 from rich.console import Console
 from rich.table import Table
+from typer.exceptions import TyperException
 
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -199,17 +197,17 @@ def _exit_code(error: BaseException) -> int:
 
 
 def main() -> None:
-    """Run a command; every failure is one sentence, unless --debug asks for the traceback."""
+    """Run a command; every failure is one sentence, and --debug shows its traceback."""
     debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     try:
         code = app(args=arguments, prog_name="milepost", standalone_mode=False)
-    except ClickExit as error:
+    except typer.Exit as error:
         code = error.exit_code
-    except ClickException as error:
+    except TyperException as error:
         print(f"milepost: {error.format_message()}", file=sys.stderr)
         code = 2
-    except (Abort, KeyboardInterrupt, asyncio.CancelledError):
+    except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         print("milepost: interrupted, everything this command started has ended", file=sys.stderr)
         code = 130
     except Exception as error:  # the last stop before a person: any failure becomes a sentence

@@ -1,0 +1,19 @@
+"""Every benchmark, one after the other: `python -m tests.bench`, or `make bench`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+# The demo on three seeds takes a quarter of an hour: run it by itself.
+SLOW = {"bench_demo.py"}
+
+
+def main() -> None:
+    for script in sorted(Path(__file__).parent.glob("bench_*.py")):
+        if script.name not in SLOW:
+            print(f"== {script.stem}", flush=True)
+            subprocess.run([sys.executable, str(script)], check=True)
+
+
+if __name__ == "__main__":
+    main()
