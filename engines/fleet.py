@@ -123,10 +123,15 @@ def connect_fleet(run: str, parameters: Parameters) -> Fleet:
     )
 
 
+def is_joined() -> bool:
+    """Whether this process is in a Ray cluster."""
+    return cluster.is_connected()
+
+
 @contextmanager
 def joined_cluster(address: str | None) -> Iterator[None]:
     """In the Ray cluster at `address`, or one of this process's own; left at the end unless it was joined before."""
-    if cluster.is_connected():
+    if is_joined():
         yield
         return
     cluster.connect(address, num_cpus=None if address else os.cpu_count())

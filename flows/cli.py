@@ -191,6 +191,23 @@ def reasoning_gym(
     _rows(vars(make_reasoning_gym(task, size, seed, out)), "written")
 
 
+@data_app.command("arithmetic")
+def arithmetic(
+    out: Annotated[str, typer.Option(help="File to write: .parquet or .jsonl.")],
+    size: Annotated[int, typer.Option(help="Prompts.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the choice and the order.")] = 0,
+    split: Annotated[str, typer.Option(help="train or held_out: no problem is in both.")] = "train",
+    digits: Annotated[int, typer.Option(help="Digits of the operands.")] = 2,
+    operators: Annotated[str, typer.Option(help="Some of + - *.")] = "+-*",
+) -> None:
+    """Arithmetic problems such as 12+7=, with answers as labels."""
+    from milepost.flows.data import make_arithmetic, split_of
+
+    _rows(
+        vars(make_arithmetic(size, seed, out=out, split=split_of(split), digits=digits, operators=operators)), "written"
+    )
+
+
 def _exit_code(error: BaseException) -> int:
     bad_input = isinstance(error, ValueError | LookupError | OSError | ImportError)
     return 2 if bad_input and not isinstance(error, RunFailed) else 1

@@ -14,6 +14,8 @@ def terminal_curve(values: list[float], title: str, *, width: int = 72, height: 
     plotext.plot(list(range(1, len(values) + 1)), values, marker="braille")
     plotext.title(title)
     plotext.xlabel("step")
+    count = len(values)
+    plotext.xticks(sorted({1 + round(index * (count - 1) / 5) for index in range(6)}))
     drawn: str = plotext.build()
     return plotext.uncolorize(drawn)
 

@@ -10,7 +10,7 @@ import io
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +20,8 @@ from milepost.storage.registry import nearest
 from milepost.storage.text import to_json
 
 HELD_OUT_OF_TEN = 2
+OPERATORS = "+-*"
+Split = Literal["train", "held_out"]
 _SHARES = {"+": 0.45, "-": 0.35, "*": 0.2}
 
 
@@ -111,20 +113,26 @@ def json_entry(value: Any) -> Any:
     return str(value)
 
 
+def split_of(name: str) -> Split:
+    """The split called `name`; ValueError when there is none."""
+    if name not in get_args(Split):
+        raise ValueError(f"split is {name!r}, it must be one of {', '.join(get_args(Split))}")
+    return cast(Split, name)
+
+
 def make_arithmetic(
-    size: int, seed: int, *, out: str, split: Literal["train", "held_out"] = "train", digits: int = 2
+    size: int, seed: int, *, out: str, split: Split = "train", digits: int = 2, operators: str = OPERATORS
 ) -> Summary:
     """Write `size` different arithmetic problems to `out`; whatever the seeds, no problem is in both splits."""
-    train, held_out = arithmetic_problems(
-        size if split == "train" else 0, seed, held_out=size if split == "held_out" else 0, digits=digits
-    )
     _check_size(size)
+    counts = (size, 0) if split == "train" else (0, size)
+    train, held_out = arithmetic_problems(counts[0], seed, held_out=counts[1], digits=digits, operators=operators)
     rows = [_row(problem.prompt, problem.label, {"solution": problem.solution}) for problem in [*train, *held_out]]
     return write_prompts(rows, out)
 
 
 def arithmetic_problems(
-    count: int, seed: int, *, held_out: int, digits: int = 2
+    count: int, seed: int, *, held_out: int, digits: int = 2, operators: str = OPERATORS
 ) -> tuple[list[Problem], list[Problem]]:
     """`count` problems to train on and `held_out` others, all different.
 
@@ -132,7 +140,7 @@ def arithmetic_problems(
     digits, multiplications one factor of one digit; differences are not negative.
     """
     splits: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
-    for operator, texts in _all_texts(digits).items():
+    for operator, texts in _all_texts(digits, operators).items():
         for split in splits:
             split[operator] = []
         for text in texts:
@@ -140,14 +148,15 @@ def arithmetic_problems(
     return _draw(splits[0], count, seed, "train"), _draw(splits[1], held_out, seed, "held-out")
 
 
-def _all_texts(digits: int) -> dict[str, list[str]]:
+def _all_texts(digits: int, operators: str) -> dict[str, list[str]]:
+    if not operators or not set(operators) <= set(OPERATORS):
+        raise ValueError(f"operators is {operators!r}, it must be some of {OPERATORS!r}")
     if not 1 <= digits <= 3:
         raise ValueError(f"digits is {digits}, problems have operands of 1 to 3 digits")
     operands = range(10 ** (digits - 1), 10**digits)
+    seconds = {"+": lambda a: range(1, 10**digits), "-": lambda a: range(1, a + 1), "*": lambda a: range(2, 10)}
     return {
-        "+": [f"{a}+{b}=" for a in operands for b in range(1, 10**digits)],
-        "-": [f"{a}-{b}=" for a in operands for b in range(1, a + 1)],
-        "*": [f"{a}*{b}=" for a in operands for b in range(2, 10)],
+        sign: [f"{a}{sign}{b}=" for a in operands for b in seconds[sign](a)] for sign in OPERATORS if sign in operators
     }
 
 
@@ -157,10 +166,11 @@ def _draw(texts: dict[str, list[str]], count: int, seed: int, split: str) -> lis
     if not 0 <= count <= available:
         raise ValueError(f"{count} {split} problems were asked for, between 0 and {available} can be had")
     shuffled = {operator: sorted(group, key=lambda text: _number(text, seed)) for operator, group in texts.items()}
+    whole = sum(_SHARES[operator] for operator in texts)
     chosen: list[str] = []
     spare: list[str] = []
     for operator, group in shuffled.items():
-        quota = round(count * _SHARES[operator])
+        quota = round(count * _SHARES[operator] / whole)
         chosen += group[:quota]
         spare += group[quota:]
     chosen = (chosen + spare)[:count]

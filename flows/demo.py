@@ -7,9 +7,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
 from milepost.engines.fleet import joined_cluster
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
@@ -24,12 +21,13 @@ from milepost.flows.train import train
 from milepost.storage import runs
 from milepost.storage.parameters import ModelSection, OptimizerSection, Parameters, PerfSection
 
-CHARACTERS = "0123456789+-*="
-TRAIN_PROBLEMS = 4000
+CHARACTERS = "0123456789+="
+TRAIN_PROBLEMS = 6000
 HELD_OUT_PROBLEMS = 500
-WARM_UP_STEPS = 300
+WARM_UP_STEPS = 500  # at most: it stops at WARM_UP_LOSS, where about half of the problems are solved
 WARM_UP_BATCH = 128
-WARM_UP_LR = 2e-3
+WARM_UP_LOSS = 0.5
+WARM_UP_LR = 3e-3
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def prepare(folder: Path, seed: int) -> DemoFiles:
     write_tiny_model(
         str(model), vocab_size=vocabulary, hidden=128, layers=4, heads=4, kv_heads=2, seed=seed, family="qwen3"
     )
-    problems, held_out = arithmetic_problems(TRAIN_PROBLEMS, seed, held_out=HELD_OUT_PROBLEMS)
+    problems, held_out = arithmetic_problems(TRAIN_PROBLEMS, seed, held_out=HELD_OUT_PROBLEMS, operators="+")
     made = DemoFiles(folder, model, folder / "train.jsonl", folder / "held-out.jsonl", problems)
     for part, path in ((problems, made.train_prompts), (held_out, made.held_out_prompts)):
         write_prompts([{"prompt": item.prompt, "label": item.label, "metadata": {}} for item in part], str(path))
@@ -83,19 +81,20 @@ def examples(made: DemoFiles) -> list[Example]:
     ]
 
 
-def warm_up(run: str, made: DemoFiles, *, seed: int, steps: int = WARM_UP_STEPS) -> str:
-    """Supervised fine-tuning from the random model; returns the folder of the warmed-up one."""
+def warm_up(run: str, made: DemoFiles, *, seed: int) -> str:
+    """Supervised fine-tuning until the model solves some problems; returns the folder of the warmed-up one."""
+    plan = SftPlan(WARM_UP_STEPS, WARM_UP_BATCH, seed, target_loss=WARM_UP_LOSS)
     parameters = Parameters(
-        model=ModelSection(context_length=32),
+        model=ModelSection(context_length=16),
         optimizer=OptimizerSection(lr=WARM_UP_LR, schedule="warmup", warmup_steps=20),
         perf=PerfSection(max_tokens_per_micro_batch=16384, train_threads=2),
     )
-    with progress_bar("warm-up", steps) as advance:
+    with progress_bar("warm-up", plan.steps) as advance:
         source = fine_tune(
             f"{run}-warm-up",
             str(made.folder),
             examples(made),
-            SftPlan(steps, WARM_UP_BATCH, seed),
+            plan,
             parameters=parameters,
             model_dir=str(made.random_model),
             advance=advance,
@@ -138,15 +137,13 @@ def result_of(run: str, root: str) -> DemoResult:
 
 def show(result: DemoResult) -> None:
     """The curve, the accuracies, and where to look next."""
-    console = Console()
-    print(terminal_curve(result.rewards, "mean reward of the samples of each step"))
-    console.print("held-out greedy accuracy (95 % interval)")
-    for name, item in (("after warm-up", result.before), ("after GRPO", result.after)):
-        console.print(f"  {name:14} {item.mean:.3f}  ({item.low:.3f} to {item.high:.3f}, {item.count} problems)")
     statement = "select step, avg(reward), count(*) from rollouts group by step order by step"
-    console.print("\nwhere to look next")
-    console.print(f"  report      {escape(result.report)}")
-    console.print(f"  both UIs    milepost up --root {escape(result.root)}   (Prefect: the DAG; MLflow: the lineage)")
-    console.print(
-        f"  rollouts    milepost sql {result.run} --root {escape(result.root)} \\\n                '{statement}'"
-    )
+    print(terminal_curve(result.rewards, "mean reward of the samples of each step"))
+    print("held-out greedy accuracy (95 % interval)")
+    for name, item in (("after warm-up", result.before), ("after GRPO", result.after)):
+        print(f"  {name:14} {item.mean:.3f}  ({item.low:.3f} to {item.high:.3f}, {item.count} problems)")
+    print("\nwhere to look next")
+    print(f"  report      {result.report}")
+    print(f"  Prefect UI  milepost up --root {result.root}   then http://127.0.0.1:4200: the DAG of every step")
+    print("  MLflow UI   the same command, then http://127.0.0.1:5000: metrics, tables, checkpoints")
+    print(f'  rollouts    milepost sql {result.run} --root {result.root} "{statement}"')

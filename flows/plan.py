@@ -113,6 +113,21 @@ def _load_eval(parameters: Parameters, model_dir: str) -> PromptSet | None:
     return _load(parameters, parameters.eval.path, model_dir, quarantine=None)
 
 
+def notices(plan: RunPlan) -> list[str]:
+    """What was left out of the prompt set, in sentences; empty when nothing was."""
+    prompts, found = plan.prompts, []
+    if prompts.too_long:
+        found.append(
+            f"{prompts.too_long} prompts ({prompts.too_long_share:.1%}) do not fit model.context_length "
+            f"{plan.parameters.model.context_length} and are set aside"
+        )
+    if prompts.bad_lines:
+        found.append(f"{prompts.bad_lines} malformed lines are quarantined")
+    if prompts.duplicates:
+        found.append(f"{prompts.duplicates} prompts repeat an earlier one")
+    return found
+
+
 def _state_bytes(parameters: Parameters, count: int) -> int:
     """Weights, float32 gradients, float32 main weights where they differ, and Adam's two moments."""
     weights = _BYTES[parameters.perf.dtype]
@@ -135,6 +150,7 @@ def describe(plan: RunPlan) -> dict[str, str | int | float]:
         "parameters": count,
         "prompts": len(lengths),
         "prompts set aside (too long)": plan.prompts.too_long,
+        "share set aside": round(plan.prompts.too_long_share, 4),
         "prompts quarantined": plan.prompts.bad_lines,
         "prompts repeated": plan.prompts.duplicates,
         "longest prompt (tokens)": max(lengths),

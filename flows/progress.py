@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
+LINE_SECONDS = 1.0
+
+
 def say(text: str) -> None:
     """One line for a person; stdout is left to results."""
     print(text, file=sys.stderr, flush=True)
@@ -56,12 +59,16 @@ def _bar(console: Console) -> Progress:
 
 
 def _plain_lines(title: str, total: int) -> Advance:
-    begun, done = time.monotonic(), 0
+    """At most one line every `LINE_SECONDS`, and always the last."""
+    begun, done, said = time.monotonic(), 0, 0.0
 
     def advance(text: str) -> None:
-        nonlocal done
+        nonlocal done, said
         done += 1
         elapsed = time.monotonic() - begun
+        if done < total and elapsed - said < LINE_SECONDS:
+            return
+        said = elapsed
         eta = elapsed / done * (total - done)
         say(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s")
 

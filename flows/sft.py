@@ -24,11 +24,15 @@ class Example:
 
 @dataclass(frozen=True)
 class SftPlan:
-    """`steps` optimizer steps on `batch_size` examples each, drawn by `seed` without repetition inside an epoch."""
+    """At most `steps` optimizer steps on `batch_size` examples each, drawn by `seed` without repetition in an epoch.
+
+    Training stops early when the running mean of the loss is below `target_loss`.
+    """
 
     steps: int
     batch_size: int
     seed: int
+    target_loss: float = 0.0
 
 
 def example_row(example: Example, *, run: str, step: int, position: int) -> dict[str, object]:
@@ -75,6 +79,11 @@ def draw(examples: Sequence[Example], plan: SftPlan) -> list[list[Example]]:
     return [order[start : start + plan.batch_size] for start in range(0, wanted, plan.batch_size)]
 
 
+def running_mean(mean: float | None, value: float) -> float:
+    """The exponential mean of the values so far, each new one weighing a tenth."""
+    return value if mean is None else 0.9 * mean + 0.1 * value
+
+
 def fine_tune(
     run: str,
     folder: str,
@@ -87,12 +96,16 @@ def fine_tune(
 ) -> WeightSource:
     """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined."""
     trainer = start_trainer(run, parameters, model_dir)
+    loss: float | None = None
     try:
         for step, batch in enumerate(draw(examples, plan)):
             rows = [example_row(item, run=run, step=step, position=at) for at, item in enumerate(batch)]
             ref = write_table(files.join(folder, "batches", f"{step:06d}"), from_rows(rows, ROLLOUTS), ROLLOUTS)
             result = trainer.step(ref, UpdateParams("sft", {"aggregation": "token_mean"}), f"sft-{step:06d}")
-            advance(f"loss {result.metrics['loss']:.3f}")
+            loss = running_mean(loss, result.metrics["loss"])
+            advance(f"loss {loss:.3f}")
+            if loss < plan.target_loss:
+                break
         return trainer.weights(files.join(folder, "model"), 0)
     finally:
         trainer.close()

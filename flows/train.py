@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from prefect import flow
 from prefect.runtime import flow_run
 
-from milepost.engines.fleet import Fleet, fleet, joined_cluster
+from milepost.engines.fleet import Fleet, fleet, is_joined, joined_cluster
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.iteration import Position, iteration
-from milepost.flows.plan import RunPlan, make_plan
-from milepost.flows.progress import progress_bar, step_text
+from milepost.flows.plan import RunPlan, make_plan, notices
+from milepost.flows.progress import progress_bar, say, step_text
 from milepost.flows.report import write_report
 from milepost.flows.services import running
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
@@ -138,6 +138,8 @@ async def run_training(plan: RunPlan, folder: RunFolder) -> None:
     """Create the run, start its engines, train, and leave nothing running."""
     launched = create_run(plan, folder)
     services = running()
+    if services.ray_address is None and not is_joined():
+        say("no Ray head runs, so this run starts its own")
     uri = tracking_uri(plan.parameters.tracking, root=plan.root, running_url=services.mlflow_url)
     flow_run_id = str(flow_run.id or "")
     with ExitStack() as stack:
@@ -206,5 +208,7 @@ async def train(
     runs.require_new(folder)
     quarantine = files.join(folder.uri, "quarantine.jsonl")
     plan = await asyncio.to_thread(make_plan, run, root, steps, parameters, quarantine_uri=quarantine)
+    for notice in notices(plan):
+        say(notice)
     await run_training(plan, folder)
     return folder.uri
