@@ -1,10 +1,10 @@
 """The command line. Errors are one sentence on stderr: exit code 2 for bad input, 1 for a run that failed."""
 
-import asyncio
 import json
-import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +14,8 @@ from typer.exceptions import TyperException
 
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
+
+INTERRUPTED = 130  # what typer returns for KeyboardInterrupt
 
 app = typer.Typer(
     add_completion=False,
@@ -213,25 +215,28 @@ def _exit_code(error: BaseException) -> int:
     return 2 if bad_input and not isinstance(error, RunFailed) else 1
 
 
-def main() -> None:
-    """Run a command; every failure is one sentence, and --debug shows its traceback."""
-    debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _run(arguments: list[str], *, debug: bool) -> int:
+    """The exit code of a command; whatever stops it has become a sentence on stderr."""
     try:
-        code = app(args=arguments, prog_name="milepost", standalone_mode=False)
-    except typer.Exit as error:
-        code = error.exit_code
+        code = app(args=arguments, prog_name="milepost", standalone_mode=False) or 0
+        problem = "interrupted, everything this command started has ended" if code == INTERRUPTED else ""
     except TyperException as error:
-        print(f"milepost: {error.format_message()}", file=sys.stderr)
-        code = 2
-    except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
-        print("milepost: interrupted, everything this command started has ended", file=sys.stderr)
-        code = 130
+        problem, code = error.format_message(), 2
     except Exception as error:  # the last stop before a person: any failure becomes a sentence
         if debug:
             raise
-        print(f"milepost: {sentence(error)}", file=sys.stderr)
-        code = _exit_code(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0) if code == 130 else sys.exit(code or 0)
+        problem, code = sentence(error), _exit_code(error)
+    if problem:
+        print(f"milepost: {problem}", file=sys.stderr)
+    return int(code)
+
+
+def main() -> None:
+    """Run a command; every failure is one sentence, and --debug shows its traceback. SIGTERM is as good as Ctrl-C."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
+    sys.exit(_run(arguments, debug="--debug" in sys.argv))

@@ -7,15 +7,17 @@ from matplotlib.figure import Figure
 
 
 def terminal_curve(values: list[float], title: str, *, width: int = 72, height: int = 14) -> str:
-    """`values` over steps 1, 2, ..., as text without colour codes."""
+    """`values` over steps 0, 1, ..., as text without colour codes."""
+    if not values:
+        return f"{title}: no step has finished"
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(width, height)
-    plotext.plot(list(range(1, len(values) + 1)), values, marker="braille")
+    plotext.plot(list(range(len(values))), values, marker="braille")
     plotext.title(title)
     plotext.xlabel("step")
     count = len(values)
-    plotext.xticks(sorted({1 + round(index * (count - 1) / 5) for index in range(6)}))
+    plotext.xticks(sorted({round(index * (count - 1) / 5) for index in range(6)}))
     drawn: str = plotext.build()
     return plotext.uncolorize(drawn)
 
@@ -25,7 +27,7 @@ def svg_curve(series: dict[str, list[float]], *, ylabel: str) -> str:
     figure = Figure(figsize=(7.5, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for name, values in series.items():
-        axes.plot(range(1, len(values) + 1), values, marker="o", markersize=3, label=name)
+        axes.plot(range(len(values)), values, marker="o", markersize=3, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from milepost.engines import cluster
 from milepost.engines.app_server import start_app
 from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import WeightSource, WeightVersion
@@ -23,14 +22,7 @@ from milepost.engines.rollout_actor import (
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import write_character_tokenizer
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    cluster.connect(num_cpus=2)
-    yield
-    cluster.disconnect()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from milepost.engines import cluster
 from milepost.engines.grader_process import Answer, Call, GraderProcess
 from milepost.engines.graders import GraderPool
 from milepost.tasks.rewards import grade_rows, grader_id
@@ -18,12 +17,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[GraderPool]:
-    cluster.connect(num_cpus=2)
+def pool(ray_cluster: None) -> Iterator[GraderPool]:
     pool = GraderPool.start(f"test-{uuid.uuid4().hex[:8]}", workers=2)
     yield pool
     pool.close()
-    cluster.disconnect()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The Megatron train engine over two ranks gives what one rank gives, however the model and the batch are split."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from milepost.engines import cluster
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.protocols import UpdateParams, UpdateResult, WeightSource
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
@@ -19,17 +17,10 @@ from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSect
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import TableRef, read_table, write_table
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 VOCAB = 67  # odd, so that tensor parallelism has to pad it
 UPDATE = UpdateParams("ppo_clip", {"clip_low": 0.2})
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    cluster.connect(num_cpus=2)
-    yield
-    cluster.disconnect()
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +95,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_do_what_one_rank_does(
-    layout: str, setup: TrainSetup, alone: tuple, ray_cluster: None, tmp_path: Path
-) -> None:
+def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: tuple, tmp_path: Path) -> None:
     folder, rank, (start, filled, results) = alone
     two = replace(setup, model=LAYOUTS[layout], perf=PerfSection(train_threads=1, max_tokens_per_micro_batch=32))
     engine = start_train_engine(layout, two, rank_class=MegatronRank, timeout_seconds=120)
@@ -141,9 +130,7 @@ def test_two_ranks_do_what_one_rank_does(
         engine.close()
 
 
-def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(
-    setup: TrainSetup, ray_cluster: None, tmp_path: Path
-) -> None:
+def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(setup: TrainSetup, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     with pytest.raises(ValueError, match="architecture 'OtherForCausalLM' cannot be trained, use one of"):
         start_train_engine(

@@ -1,0 +1,61 @@
+"""Ctrl-C and SIGTERM: one sentence, nothing left running, and a run whose finished steps stand."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from milepost.storage import manifest, runs
+
+pytestmark = pytest.mark.slow
+
+MILEPOST = str(Path(sys.executable).parent / "milepost")
+SETTINGS = [
+    "engines.train=fake",
+    "engines.rollout=fake",
+    "data.apply_chat_template=false",
+    "data.rollout_batch_size=4",
+    "data.n_samples_per_prompt=2",
+    "algorithm.num_steps_per_rollout=1",
+    "model.context_length=32",
+    "rollout.max_new_tokens=4",
+    "reward.name=exact",
+]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_an_interrupted_run_leaves_nothing_running(
+    tmp_path: Path, model_dir: str, prompts: Callable[..., str], number: signal.Signals, to_group: bool
+) -> None:
+    settings = [*SETTINGS, f"model.path={model_dir}", f"data.path={prompts()}"]
+    command = [MILEPOST, "train", "--run", "stopped", "--root", str(tmp_path), "--steps", "100000"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    with open(tmp_path / "stderr", "wb") as errors:
+        process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+    folder = runs.run_folder(str(tmp_path), "stopped")
+    assert wait_for(lambda: len(manifest.finished_steps(folder)) > 1, 180), (tmp_path / "stderr").read_text()
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) > 3
+    os.killpg(process.pid, number) if to_group else process.send_signal(number)
+    assert process.wait(30) == 130
+    assert wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in started), 15)
+    said = (tmp_path / "stderr").read_text()
+    assert "interrupted" in said and "Traceback" not in said
+    steps = manifest.finished_steps(folder)
+    assert steps == list(range(len(steps)))
+    assert not list(Path(folder.uri).rglob("*.tmp"))

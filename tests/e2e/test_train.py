@@ -1,0 +1,110 @@
+"""The whole DAG on real engines: Megatron trains, transformers generates over HTTP behind the router."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from milepost.engines.digest import weights_digest
+from milepost.engines.protocols import WeightVersion
+from milepost.flows.recipe import load_recipe
+from milepost.flows.sql import query
+from milepost.flows.train import train
+from milepost.storage import files, manifest, runs
+from milepost.storage.parameters import Parameters
+from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef, read_table
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
+
+BASE = [
+    "data.apply_chat_template=false",
+    "data.rollout_batch_size=4",
+    "data.n_samples_per_prompt=4",
+    "algorithm.num_steps_per_rollout=2",
+    "model.context_length=32",
+    "rollout.max_new_tokens=6",
+    "rollout.temperature=0.8",
+    "rollout.shards=2",
+    "reward.name=tests.rewards_for_tests:parity",
+    "optimizer.lr=1e-3",
+    "checkpoint.every_steps=1",
+    "perf.train_threads=1",
+    "engines.rollout_threads=1",
+    "tracking.enabled=false",
+]
+
+
+def trained(run: str, root: Path, model: str, *overrides: str, steps: int = 2) -> RunFolder:
+    prompts = root / "prompts.jsonl"
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(8)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen, _ = load_recipe(None, [*BASE, f"model.path={model}", f"data.path={prompts}", *overrides])
+    sections: dict[str, Any] = {name: getattr(chosen, name) for name in Parameters.model_fields}
+    asyncio.run(train(run=run, root=str(root), steps=steps, **sections))
+    return runs.run_folder(str(root), run)
+
+
+def batches(folder: RunFolder, step: int) -> list[Any]:
+    entry = next(item for item in manifest.load(folder, step).commits if item["slot"] == "optimize-r0")
+    return [read_table(TableRef(**ref)) for _, ref in sorted(entry["tables"].items())]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> RunFolder:
+    return trained("real", tmp_path_factory.mktemp("real"), model_dir)
+
+
+def test_the_trainer_recomputes_the_log_probabilities_that_the_engine_reported(run: RunFolder) -> None:
+    for step in (0, 1):
+        for batch in batches(run, step):
+            rollout = np.concatenate([np.array(row) for row in batch["rollout_logprobs"].to_pylist()])
+            trainer = np.concatenate([np.array(row) for row in batch["old_logprobs"].to_pylist()])
+            assert len(rollout) and np.abs(rollout - trainer).max() < 1e-4
+
+
+def test_every_sample_carries_the_version_of_the_weights_that_made_it(run: RunFolder) -> None:
+    _, rows = query(
+        run, "select distinct step, weight_version_min, weight_version_max, weights_digest from rollouts order by 1"
+    )
+    for step, low, high, digest in rows:
+        version_in = WeightVersion.parse(manifest.load(run, step).version_in)
+        assert (low, high) == (step, step) and version_in.digest.startswith(digest)
+
+
+def test_training_changes_the_weights_and_the_export_has_the_digest_it_claims(run: RunFolder) -> None:
+    versions = [manifest.load(run, step).version_out for step in (0, 1)]
+    assert len({version.split("-")[1] for version in versions}) == 2
+    model = AutoModelForCausalLM.from_pretrained(run.weights(2))
+    tied = model.config.tie_word_embeddings
+    named = [(name, tensor) for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")]
+    assert weights_digest(named) == WeightVersion.parse(versions[1]).digest
+
+
+def test_a_checkpoint_is_saved_where_the_manifest_says(run: RunFolder) -> None:
+    for step in (0, 1):
+        assert manifest.load(run, step).checkpoint == run.checkpoint(step + 1)
+        assert files.names(run.checkpoint(step + 1))
+
+
+def test_the_first_optimizer_step_is_on_policy(run: RunFolder) -> None:
+    assert abs(manifest.load(run, 0).metrics["train/pg_clipfrac"]) < 0.5
+    assert manifest.load(run, 0).metrics["train/optimizer_steps"] == 2
+
+
+def test_the_same_run_again_has_the_same_weights(run: RunFolder, tmp_path: Path, model_dir: str) -> None:
+    again = trained("again", tmp_path, model_dir)
+    assert manifest.load(again, 1).version_out == manifest.load(run, 1).version_out
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", "data_parallel"])
+def test_two_ranks_train_the_same_run(run: RunFolder, tmp_path: Path, model_dir: str, layout: str) -> None:
+    split = trained("split", tmp_path, model_dir, f"model.{layout}=2", steps=1)
+    found, expected = manifest.load(split, 0), manifest.load(run, 0)
+    assert found.version_in == expected.version_in
+    assert found.metrics["rollout/reward"] == expected.metrics["rollout/reward"]
+    assert found.metrics["train/grad_norm"] == pytest.approx(expected.metrics["train/grad_norm"], rel=1e-3)

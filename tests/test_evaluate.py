@@ -1,0 +1,38 @@
+"""Accuracy and its interval."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from milepost.tasks.evaluate import greedy, wilson
+from milepost.tasks.generate import Sampling
+
+
+def test_the_interval_of_half_of_ten_is_wilsons() -> None:
+    found = wilson(0.5, 10)
+    assert (found.low, found.high) == (pytest.approx(0.236593, abs=1e-6), pytest.approx(0.763407, abs=1e-6))
+
+
+def test_the_interval_of_none_of_five_does_not_end_at_zero() -> None:
+    found = wilson(0.0, 5)
+    assert found.low == 0.0 and found.high == pytest.approx(0.434482, abs=1e-6)
+
+
+def test_no_prompt_says_nothing() -> None:
+    found = wilson(math.nan, 0)
+    assert (found.low, found.high, found.count) == (0.0, 1.0, 0) and math.isnan(found.mean)
+
+
+@given(st.floats(0, 1), st.integers(1, 10_000))
+def test_the_interval_holds_the_mean_and_stays_in_the_unit_interval(mean: float, count: int) -> None:
+    found = wilson(mean, count)
+    assert 0 <= found.low <= mean + 1e-12 and mean - 1e-12 <= found.high <= 1
+
+
+def test_greedy_keeps_lengths_and_stops_and_takes_one_sample() -> None:
+    params = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 8, "stop": ["\n"]}
+    found = greedy(Sampling("single_turn", params, 16, 64, 3))
+    assert found.n_samples_per_prompt == 1
+    assert found.params == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, "stop": ["\n"]}

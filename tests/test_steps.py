@@ -1,0 +1,60 @@
+"""What a step is said to have been."""
+
+import pytest
+
+from milepost.engines.protocols import UpdateResult
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.tasks.optimize import batches, first_groups
+from milepost.tasks.steps import accounting, rollout_metrics, update_metrics
+
+from .test_tables import rollout
+
+
+def sample(group: str, number: int, **columns: object) -> dict[str, object]:
+    return rollout(f"{group}-{number}", group_id=group, **columns)
+
+
+def table(*rows: dict[str, object]) -> object:
+    return from_rows(list(rows), ROLLOUTS)
+
+
+def test_every_served_group_is_in_exactly_one_class() -> None:
+    rows = [
+        sample("a", 0, kept=True),
+        sample("a", 1, kept=False, drop_reason="aborted"),
+        sample("b", 0, kept=False, drop_reason="zero_std"),
+        sample("c", 0, kept=True),
+    ]
+    found = accounting(table(*rows), {"a"})
+    assert found == {"filtered: zero_std": 1, "trained": 1, "unused": 1, "served": 3}
+
+
+def test_null_rewards_leave_the_statistics() -> None:
+    found = rollout_metrics(table(sample("a", 0, reward=1.0, kept=True), sample("a", 1, reward=None, kept=False)))
+    assert (found["rollout/reward"], found["rollout/unscorable"], found["rollout/kept_ratio"]) == (1.0, 1.0, 0.5)
+
+
+def test_a_step_without_a_reward_has_no_reward_metric() -> None:
+    assert "rollout/reward" not in rollout_metrics(table(sample("a", 0, kept=False)))
+
+
+def test_update_metrics_are_means_over_the_optimizer_steps() -> None:
+    results = [UpdateResult("k0", True, 1, {"loss": 1.0}), UpdateResult("k1", False, 1, {"loss": 3.0})]
+    assert update_metrics(results) == {"train/loss": 2.0, "train/optimizer_steps": 1.0, "train/skipped_steps": 1.0}
+
+
+def test_only_the_first_groups_with_a_kept_sample_are_trained() -> None:
+    rows = [
+        sample("a", 0, kept=False),
+        sample("b", 0, kept=True),
+        sample("b", 1, kept=False),
+        sample("c", 0, kept=True),
+    ]
+    assert first_groups(table(*rows), 1)["sample_id"].to_pylist() == ["b-0"]
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(2, [4, 4]), (3, [3, 2, 3]), (8, [1] * 8), (16, [1] * 8)])
+def test_batches_hold_every_row_once_in_order(count: int, sizes: list[int]) -> None:
+    parts = batches(table(*(sample("a", number) for number in range(8))), count)
+    assert [part.num_rows for part in parts] == sizes
+    assert [name for part in parts for name in part["sample_id"].to_pylist()] == [f"a-{n}" for n in range(8)]
