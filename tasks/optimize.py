@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from milepost.engines.protocols import TrainEngine, UpdateParams, UpdateResult
 from milepost.storage.batch_plan import BatchPlan
-from milepost.storage.journal import Slot, StepStore
+from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.parameters import AlgorithmSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table, with_columns
@@ -86,6 +86,20 @@ def trained_groups(refs: list[TableRef]) -> set[str]:
     return {group for ref in refs for group in read_table(ref)["group_id"].to_pylist()}
 
 
+def batch_refs(commit: Commit) -> list[TableRef]:
+    """The batches of a committed optimize stage, in the order they were applied."""
+    return [commit.tables[name] for name in sorted(commit.tables)]
+
+
+def replay(commit: Commit, engine: TrainEngine) -> int:
+    """Apply a committed stage's batches under their keys; an engine that has them answers and does nothing."""
+    update = UpdateParams(**commit.record["update"])
+    refs = batch_refs(commit)
+    for ref, result in zip(refs, commit.record["results"], strict=True):
+        engine.step(ref, update, result["key"])
+    return len(refs)
+
+
 @task(task_run_name="optimize", cache_policy=NO_CACHE)
 async def optimize_policy(
     filtered: list[TableRef],
@@ -103,14 +117,18 @@ async def optimize_policy(
     key = store.key(slot, filtered, config)
     commit = store.committed(slot, key)
     if commit is None:
+        update = update_params(algorithm)
         table = first_groups(concat([read_table(ref) for ref in filtered], ROLLOUTS), plan.rollout_batch_size)
         done = Optimized([], [])
         if table.num_rows:
             table = await _prepare(table, algorithm, engine=engine, store=store)
             parts = batches(table, plan.num_steps_per_rollout)
-            done = await _apply(parts, update_params(algorithm), key=key, engine=engine, store=store)
+            done = await _apply(parts, update, key=key, engine=engine, store=store)
         tables = {f"batch-{index:03d}": ref for index, ref in enumerate(done.batches)}
-        record = {"results": [asdict(result) for result in done.results]}
+        record = {"update": asdict(update), "results": [asdict(result) for result in done.results]}
         commit = store.commit(slot, key, tables, record=record, started=started)
+    else:
+        # The engine may be a new one: it applies what it has not, and answers what it has.
+        await asyncio.to_thread(replay, commit, engine)
     results = [UpdateResult(**result) for result in commit.record["results"]]
-    return Optimized(list(commit.tables.values()), results)
+    return Optimized(batch_refs(commit), results)

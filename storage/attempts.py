@@ -1,0 +1,103 @@
+"""Attempts at a run: `run.json` says how it began, each resumption adds what it changed, and nothing is rewritten."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from milepost.storage import files, runs
+from milepost.storage.parameters import Parameters
+from milepost.storage.provenance import Provenance, provenance
+from milepost.storage.runs import RunFolder, RunRecord
+
+# What a resumed run may change without being told so: none of it changes what a step computes.
+FREE_SECTIONS = ("tracking", "checkpoint", "eval")
+
+Changes = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One resumption. `changes` maps `section.field` to its value before and after; `eval` is a TableRef or None."""
+
+    number: int
+    steps: int
+    parameters: Parameters
+    changes: Changes
+    provenance: Provenance
+    eval: dict[str, Any] | None
+    started_at: float
+
+
+def _folder(folder: RunFolder) -> str:
+    return files.join(folder.uri, "attempts")
+
+
+def attempts(folder: RunFolder) -> list[Attempt]:
+    """Every resumption of a run, in order."""
+    return [_read(files.join(_folder(folder), name)) for name in files.names(_folder(folder))]
+
+
+def _read(uri: str) -> Attempt:
+    content = files.read_json(uri)
+    content["parameters"] = Parameters.model_validate(content["parameters"])
+    content["provenance"] = Provenance(**content["provenance"])
+    return Attempt(**content)
+
+
+def current(folder: RunFolder) -> RunRecord:
+    """The record of a run as its last attempt left it; LookupError when there is no such run."""
+    record = runs.load(folder)
+    found = attempts(folder)
+    if not found:
+        return record
+    last = found[-1]
+    return replace(
+        record,
+        steps=last.steps,
+        parameters=last.parameters,
+        parameters_digest=runs.parameters_digest(last.parameters),
+        data=record.data | ({"eval": last.eval} if last.eval else {}),
+    )
+
+
+def changes(before: Parameters, after: Parameters) -> Changes:
+    """`section.field` of every value that differs, with both values."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    return {
+        f"{section}.{field}": [old[section][field], value]
+        for section, fields in new.items()
+        for field, value in fields.items()
+        if old[section][field] != value
+    }
+
+
+def require_allowed(found: Changes, allowed: Sequence[str]) -> None:
+    """ValueError names the first change that is neither free nor allowed, with both values and what to do."""
+    for key, (before, after) in found.items():
+        if key.split(".")[0] not in FREE_SECTIONS and key not in allowed:
+            raise ValueError(
+                f"{key} was {before!r} when the run began and is {after!r} now: "
+                f"take it back, or say --allow-change {key} if the run may go on differently"
+            )
+
+
+def begin(
+    folder: RunFolder,
+    parameters: Parameters,
+    *,
+    steps: int,
+    allowed: Sequence[str] = (),
+    evaluation: dict[str, Any] | None = None,
+) -> Attempt:
+    """Record that the run goes on with `parameters`, up to `steps`; refused changes raise and record nothing."""
+    before = current(folder)
+    found = changes(before.parameters, parameters)
+    require_allowed(found, allowed)
+    if steps != before.steps:
+        found["steps"] = [before.steps, steps]
+    number = len(attempts(folder)) + 2  # the run itself was the first
+    attempt = Attempt(number, steps, parameters, found, provenance(), evaluation, time.time())
+    content = asdict(attempt) | {"parameters": parameters.model_dump(mode="json")}
+    files.publish_json(files.join(_folder(folder), f"{number:06d}.json"), content)
+    return attempt
