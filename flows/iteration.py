@@ -27,10 +27,14 @@ from milepost.tasks.sync import Synced, sync_weights
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands before a step: the next prompt, and the weights that trainer and engines hold."""
+    """Where a run stands before a step: the next prompt, and the weights that trainer and engines hold.
+
+    `fence` is the number of the claim that the run is worked on under; 0 without a lease.
+    """
 
     cursor: Cursor
     version: WeightVersion
+    fence: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,13 +121,13 @@ def checkpoint_due(step: int, steps: int, every: int) -> bool:
     return step + 1 == steps or (every > 0 and (step + 1) % every == 0)
 
 
-def open_step(root: str, run: str, step: int, version: WeightVersion) -> tuple[StepContext, int]:
+def open_step(root: str, run: str, step: int, version: WeightVersion, fence: int = 0) -> tuple[StepContext, int]:
     """The context of a step, from the run's own record and its running engines; and the steps of the run."""
     folder = runs.run_folder(root, run)
     record = runs.load(folder)
     context = StepContext(
         folder=folder,
-        store=StepStore(folder.step(step), run, step),
+        store=StepStore(folder.step(step), run, step, fence),
         parameters=record.parameters,
         plan=batch_plan(record.parameters),
         order=PromptOrder(
@@ -147,6 +151,8 @@ async def optimize(collected: Collected, context: StepContext) -> Optimized:
 
 
 async def sync(context: StepContext, *, save: bool) -> Synced:
+    """Weights and checkpoints are not in the journal, so an owner that lost the run is stopped here."""
+    context.store.check_fence()
     return await sync_weights(
         context.store.step + 1,
         context.parameters.sync,
@@ -173,9 +179,9 @@ def close(context: StepContext, collected: Collected, optimized: Optimized, sync
 @flow(name="iteration", flow_run_name="step-{step}", validate_parameters=False)
 async def iteration(root: str, run: str, step: int, start: Position) -> Position:
     """Step `step` of `run`, whose engines are running and hold `start.version`."""
-    context, steps = open_step(root, run, step, start.version)
+    context, steps = open_step(root, run, step, start.version, start.fence)
     collected = await collect(start.cursor, context)
     optimized = await optimize(collected, context)
     synced = await sync(context, save=checkpoint_due(step, steps, context.parameters.checkpoint.every_steps))
     close(context, collected, optimized, synced)
-    return Position(collected.cursor, synced.version)
+    return Position(collected.cursor, synced.version, start.fence)

@@ -18,6 +18,7 @@ from milepost.flows.services import running
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.storage import files, manifest, runs
 from milepost.storage.journal import StepStore
+from milepost.storage.lease import hold
 from milepost.storage.parameters import (
     AlgorithmSection,
     CheckpointSection,
@@ -53,14 +54,15 @@ class Launched:
     folder: RunFolder
     record: RunRecord
     eval_prompts: TableRef | None
+    fence: int = 0
 
 
 def _store_prompts(folder: RunFolder, prompts: PromptSet, name: str) -> TableRef:
     return write_table(folder.prompts(name), prompts.table, PROMPTS)
 
 
-def create_run(plan: RunPlan, folder: RunFolder) -> Launched:
-    """Publish the run's prompts and then its `run.json`; a name that is taken is refused."""
+def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
+    """Publish the run's prompts and then its `run.json`; a name that is taken is refused. `fence` is the caller's."""
     prompts = _store_prompts(folder, plan.prompts, "train")
     held_out = _store_prompts(folder, plan.eval_prompts, "eval") if plan.eval_prompts else None
     counts = {"too_long": plan.prompts.too_long, "bad_lines": plan.prompts.bad_lines}
@@ -74,7 +76,7 @@ def create_run(plan: RunPlan, folder: RunFolder) -> Launched:
         model={"path": plan.parameters.model.path, "folder": plan.model_dir, "config": plan.model_config},
     )
     runs.create(folder, record)
-    return Launched(plan, folder, record, held_out)
+    return Launched(plan, folder, record, held_out, fence)
 
 
 async def first_position(launched: Launched, engines: Fleet) -> Position:
@@ -87,7 +89,7 @@ async def first_position(launched: Launched, engines: Fleet) -> Position:
         engines=list(engines.engines),
         router_url=engines.router_url,
     )
-    return Position(Cursor(), version)
+    return Position(Cursor(), version, launched.fence)
 
 
 async def evaluate(launched: Launched, version: WeightVersion, router_url: str) -> Accuracy | None:
@@ -106,7 +108,7 @@ async def evaluate(launched: Launched, version: WeightVersion, router_url: str) 
         parameters.reward,
         weight_version=str(version),
         router_url=router_url,
-        store=StepStore(folder, launched.plan.run, version.step),
+        store=StepStore(folder, launched.plan.run, version.step, launched.fence),
     )
 
 
@@ -134,9 +136,9 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker) -> Pos
     return position
 
 
-async def run_training(plan: RunPlan, folder: RunFolder) -> None:
+async def run_training(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> None:
     """Create the run, start its engines, train, and leave nothing running."""
-    launched = create_run(plan, folder)
+    launched = create_run(plan, folder, fence=fence)
     services = running()
     if services.ray_address is None and not is_joined():
         say("no Ray head runs, so this run starts its own")
@@ -210,5 +212,6 @@ async def train(
     plan = await asyncio.to_thread(make_plan, run, root, steps, parameters, quarantine_uri=quarantine)
     for notice in notices(plan):
         say(notice)
-    await run_training(plan, folder)
+    with hold(folder) as lease:
+        await run_training(plan, folder, fence=lease.fence)
     return folder.uri

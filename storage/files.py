@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ class AlreadyPublished(FileExistsError):
 
 
 def filesystem(uri: str) -> tuple[Any, str]:
-    """The fsspec filesystem of `uri` and the path on it."""
-    fs, path = fsspec.core.url_to_fs(uri)
+    """The fsspec filesystem of `uri` and the path on it. A cached listing would hide what other processes publish."""
+    fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
     return fs, str(path)
 
 
@@ -48,9 +49,30 @@ def publish(uri: str, data: bytes, *, overwrite: bool = False) -> None:
         _publish_local(Path(path), data, overwrite)
         return
     try:
-        fs.pipe_file(path, data, mode="overwrite" if overwrite else "create")
+        _put(fs, path, data, mode="overwrite" if overwrite else "create")
     except FileExistsError as error:
         raise AlreadyPublished(uri) from error
+
+
+def _put(fs: Any, path: str, data: bytes, *, mode: str) -> None:
+    """One request, and again while a store says that another one for the same path is in progress."""
+    for pause in (0.1, 0.2, 0.4, 0.8, 0.0):
+        try:
+            fs.pipe_file(path, data, mode=mode)
+            return
+        except OSError as error:
+            refusal = _refusal(error)
+            if refusal == "PreconditionFailed":
+                raise FileExistsError(path) from error
+            if refusal != "ConditionalRequestConflict" or not pause:
+                raise
+            time.sleep(pause)
+
+
+def _refusal(error: OSError) -> str:
+    """The S3 code behind `error`, empty for others: not every store sends what its client needs to tell them apart."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
 
 
 def _publish_local(path: Path, data: bytes, overwrite: bool) -> None:
@@ -95,10 +117,11 @@ def exists(uri: str) -> bool:
 def names(uri: str) -> list[str]:
     """Sorted base names in a folder; empty when there is no such folder. Temporary files are left out."""
     fs, path = filesystem(uri)
-    fs.invalidate_cache()
-    if not fs.exists(path):
+    try:
+        entries = fs.ls(path, detail=False)
+    except FileNotFoundError:
         return []
-    found = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(path, detail=False))
+    found = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
     return sorted(name for name in found if not name.startswith("."))
 
 

@@ -2,6 +2,11 @@
 
 A commit stands under its slot (stage, round, shard) and carries the key of what went in. The same key again returns
 what is stored; another key in the same slot is a contradiction and is refused.
+
+A commit carries the fence of its owner's lease, and is refused when a newer claim exists. The check and the
+publication are two requests: an owner that is stopped between them can still publish when it wakes up. That loses
+nothing, because a slot is published once: whoever comes second gets what is stored, and the key says that it was
+made of the same inputs. So readers trust a commit whatever its fence is.
 """
 
 import time
@@ -10,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from milepost.storage import files
+from milepost.storage import files, lease
 from milepost.storage.tables import TableRef, write_table
 
 
@@ -33,7 +38,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a finished stage left: its tables by name, and small JSON values. `seconds` is how long it took."""
+    """What a finished stage left: its tables by name, and small JSON values. `seconds` is how long it took.
+
+    `fence` is the number of the claim it was made under, 0 without one.
+    """
 
     slot: str
     key: str
@@ -41,15 +49,26 @@ class Commit:
     record: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     committed_at: float = 0.0
+    fence: int = 0
 
 
 @dataclass(frozen=True)
 class StepStore:
-    """The folder of one step: where its tables go and what it has committed."""
+    """The folder of one step: where its tables go and what it has committed.
+
+    `fence` is the number of the claim its commits are made under; 0 is for work on a run that nobody leases.
+    """
 
     uri: str
     run_id: str
     step: int
+    fence: int = 0
+
+    def check_fence(self) -> None:
+        """LeaseLost when the run was taken over; for what a stage does outside of the journal."""
+        if self.fence:
+            run_uri = self.uri.rstrip("/").rsplit("/", 2)[0]
+            lease.check_fence(run_uri, self.fence)
 
     def key(self, slot: Slot, inputs: list[TableRef], config: dict[str, Any]) -> str:
         """The identity of a stage's result: equal keys mean equal inputs, parameters, weights and seed."""
@@ -85,8 +104,12 @@ class StepStore:
     def commit(
         self, slot: Slot, key: str, tables: dict[str, TableRef], *, record: dict[str, Any] | None = None, started: float
     ) -> Commit:
-        """Publish the result of `slot`; `started` is `time.monotonic()` from when the stage began."""
-        commit = Commit(str(slot), key, tables, record or {}, time.monotonic() - started, time.time())
+        """Publish the result of `slot`; `started` is `time.monotonic()` from when the stage began.
+
+        LeaseLost, and nothing published, when another process has taken the run over.
+        """
+        self.check_fence()
+        commit = Commit(str(slot), key, tables, record or {}, time.monotonic() - started, time.time(), self.fence)
         try:
             files.publish_json(self._commit_uri(slot), asdict(commit))
         except files.AlreadyPublished:

@@ -3,14 +3,17 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from milepost.storage import files
+from milepost.storage import files, lease
 from milepost.storage.journal import Commit
 from milepost.storage.runs import RunFolder
 
 
 @dataclass(frozen=True)
 class StepManifest:
-    """One finished step. `previous` is the digest of the manifest of the step before, empty for the first."""
+    """One finished step. `previous` is the digest of the manifest of the step before, empty for the first.
+
+    `fence` is the number of the claim the step was closed under, 0 without one.
+    """
 
     run_id: str
     step: int
@@ -22,6 +25,7 @@ class StepManifest:
     commits: list[dict[str, Any]]
     accounting: dict[str, int]
     metrics: dict[str, float]
+    fence: int = 0
 
 
 def commit_entries(commits: list[Commit]) -> list[dict[str, Any]]:
@@ -38,6 +42,9 @@ def manifest_digest(folder: RunFolder, step: int) -> str:
 
 
 def publish(folder: RunFolder, manifest: StepManifest) -> None:
+    """LeaseLost, and nothing published, when the run was taken over."""
+    if manifest.fence:
+        lease.check_fence(folder.uri, manifest.fence)
     files.publish_json(folder.manifest(manifest.step), asdict(manifest))
 
 

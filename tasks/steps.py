@@ -95,6 +95,7 @@ def close_step(
         commits=manifest.commit_entries(store.commits()),
         accounting=counts,
         metrics=metrics,
+        fence=store.fence,
     )
     manifest.publish(folder, closed)
     return closed
