@@ -1,11 +1,10 @@
 """A trainer rank without a model: one number per applied batch. For orchestration tests and benchmarks."""
 
 import hashlib
-import json
-from pathlib import Path
+from dataclasses import asdict
 
 from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource, WeightVersion
-from milepost.storage import files
+from milepost.storage import checkpoints, files
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns, write_table
 
@@ -14,10 +13,11 @@ class FakeRank:
     """Its weights are a chain: the digest of the weights before and of the batch that was applied."""
 
     def __init__(self, rank: int, world: int, setup: object) -> None:
+        self._world = world
         self._state = hashlib.sha256(b"start").hexdigest()
-        self._steps = 0
+        self._version: WeightVersion | None = None  # as exported, while the weights are still those
         self._results: dict[str, UpdateResult] = {}
-        self._last_key = ""
+        self._last: UpdateResult | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         return "127.0.0.1", 0
@@ -35,25 +35,29 @@ class FakeRank:
         if key in self._results:
             return self._results[key]
         self._state = hashlib.sha256(f"{self._state}{batch.digest}".encode()).hexdigest()
-        self._steps += 1
-        self._last_key = key
         metrics = {"loss": 0.0, "grad_norm": 1.0, "lr": 0.0, "samples": float(batch.rows)}
-        self._results[key] = UpdateResult(key, True, self._steps, metrics)
-        return self._results[key]
+        self._last = UpdateResult(key, True, self._optimizer_steps() + 1, metrics)
+        self._results[key], self._version = self._last, None
+        return self._last
 
-    def _version(self, step: int) -> WeightVersion:
-        return WeightVersion(step, self._state[:32])
+    def _optimizer_steps(self) -> int:
+        return self._last.optimizer_step if self._last else 0
 
     def weights(self, uri: str, step: int) -> WeightSource:
         """A folder with the state in one file; the fake rollout engine only records the version."""
         files.publish_json(files.join(uri, "fake.json"), {"state": self._state}, overwrite=True)
-        return WeightSource(uri, self._version(step))
+        self._version = WeightVersion(step, self._state[:32])
+        return WeightSource(uri, self._version)
 
     def save(self, uri: str) -> CheckpointRef:
-        state = {"state": self._state, "steps": self._steps, "last_key": self._last_key}
+        state = {"state": self._state, "last": asdict(self._last) if self._last else None}
         files.publish_json(files.join(uri, "fake.json"), state, overwrite=True)
-        return CheckpointRef(uri, self._version(self._steps), self._last_key)
+        version = self._version or WeightVersion(self._optimizer_steps(), self._state[:32])
+        return CheckpointRef(uri, version, self._last.key if self._last else "", {"data_parallel": self._world})
 
     def restore(self, ref: CheckpointRef) -> None:
-        saved = json.loads(Path(ref.uri, "fake.json").read_text())
-        self._state, self._steps, self._last_key = saved["state"], saved["steps"], saved["last_key"]
+        checkpoints.require_complete(ref.uri)
+        saved = files.read_json(files.join(ref.uri, "fake.json"))
+        self._state, self._version = saved["state"], ref.version
+        self._last = UpdateResult(**saved["last"]) if saved["last"] else None
+        self._results = {self._last.key: self._last} if self._last else {}

@@ -23,6 +23,10 @@ from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train
 from milepost.storage.parameters import Parameters
 
 ROUTER_FACTORY = "milepost.router.app:build_app"
+RANKS = {
+    "megatron": "milepost.engines.megatron_rank:MegatronRank",
+    "fake": "milepost.engines.fake_rank:FakeRank",
+}
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,6 @@ class Fleet:
     trainer: TrainActors
     engines: list[RolloutActor]
     router_url: str
-
-
-def _rank_class(parameters: Parameters) -> Any:
-    if parameters.engines.train == "fake":
-        from milepost.engines.fake_rank import FakeRank
-
-        return FakeRank
-    from milepost.engines.megatron_rank import MegatronRank
-
-    return MegatronRank
 
 
 def _engine_class(parameters: Parameters) -> Any:
@@ -63,7 +57,7 @@ def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActo
         seed=parameters.data.seed,
     )
     timeout = parameters.engines.start_timeout_seconds
-    return start_train_engine(run, setup, rank_class=_rank_class(parameters), timeout_seconds=timeout)
+    return start_train_engine(run, setup, rank_class=RANKS[parameters.engines.train], timeout_seconds=timeout)
 
 
 def _start_rollout(

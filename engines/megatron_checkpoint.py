@@ -1,9 +1,8 @@
 """Trainer state in Megatron's distributed format: model, optimizer and random streams, loadable in another layout.
 
-A checkpoint is complete or absent, and nothing in it is opened before the digests of its files have matched.
+Nothing in a checkpoint is opened before storage.checkpoints has found every file as it was saved.
 """
 
-import hashlib
 import shutil
 import uuid
 from dataclasses import asdict, dataclass
@@ -19,14 +18,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from milepost.engines.hf_export import publish_folder
 from milepost.engines.megatron_model import parts, torch_adams
 from milepost.engines.protocols import UpdateResult
-from milepost.storage import files
+from milepost.storage import checkpoints, files
+from milepost.storage.checkpoints import DamagedCheckpoint as DamagedCheckpoint
 
 _INDEX = "milepost.json"
 _ANY_LAYOUT, _SAME_SPLIT = "fully_reshardable", "dp_reshardable"  # Megatron's formats of optimizer state
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint's files are not those that were saved."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
         dist_checkpointing.save(_state(model, optimizer, loading=False, streams=True, form=form), str(temporary))
         dist.barrier()
         if dist.get_rank() == 0:
-            index = {**asdict(progress), "layout": _layout(), "optimizer_format": form, "files": _digests(temporary)}
+            index = {**asdict(progress), "layout": layout(), "optimizer_format": form}
             files.publish_json(str(temporary / _INDEX), index)
             publish_folder(temporary, folder)
         dist.barrier()
@@ -102,20 +98,25 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
 
 def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress:
     """Put the state in `folder` into `model` and `optimizer`, whatever layout saved it. Runs on all ranks."""
-    index = _verified_index(folder)
-    same, form = index["layout"] == _layout(), index["optimizer_format"]
-    if form == _SAME_SPLIT and index["layout"][:2] != _layout()[:2]:
-        tensor, pipeline, _ = index["layout"]
-        raise ValueError(
-            f"checkpoint {str(folder)!r} loads only with tensor_parallel {tensor}, pipeline_parallel {pipeline}"
-        )
-    state = _state(model, optimizer, loading=True, streams=same, form=form)
-    loaded = dist_checkpointing.load(state, str(folder))
+    _require_complete(folder)
+    index = files.read_json(str(folder / _INDEX))
+    form, saved, own = index["optimizer_format"], index["layout"], layout()
+    if form == _SAME_SPLIT and any(saved[kind] != own[kind] for kind in ("tensor_parallel", "pipeline_parallel")):
+        split = f"tensor_parallel {saved['tensor_parallel']}, pipeline_parallel {saved['pipeline_parallel']}"
+        raise ValueError(f"checkpoint {str(folder)!r} loads only with {split}")
+    loaded = _load_parts(folder, _state(model, optimizer, loading=True, streams=saved == own, form=form))
     model.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, loaded["optimizer"], index["optimizer_steps"])
     if "streams" in loaded:
         _set_streams(loaded["streams"])
     return Progress(index["optimizer_steps"], UpdateResult(**index["last"]) if index["last"] else None)
+
+
+def _load_parts(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Read what `wanted` describes; DamagedCheckpoint on all ranks when any rank's part of it was not saved."""
+    held = {key.split("/shard_")[0] for key in dist_checkpointing.load_sharded_metadata(str(folder))}
+    print(held)
+    return dist_checkpointing.load(wanted, str(folder))
 
 
 @torch.no_grad()
@@ -137,41 +138,18 @@ def _load_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
             state["step"] = torch.tensor(float(steps))
 
 
-def _layout() -> list[int]:
-    return [
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
-    ]
+def layout() -> dict[str, int]:
+    """How this world splits the model: ranks by kind of parallelism."""
+    return {
+        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data_parallel": parallel_state.get_data_parallel_world_size(),
+    }
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    return {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
-
-
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _verified_index(folder: Path) -> dict[str, Any]:
-    """The index of a checkpoint, once rank 0 has found every file as it was written; all ranks raise the same error."""
-    verdict: list[Any] = [_check_files(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(verdict, src=0)
-    if isinstance(verdict[0], str):
-        raise DamagedCheckpoint(verdict[0])
-    index: dict[str, Any] = verdict[0]
-    return index
-
-
-def _check_files(folder: Path) -> dict[str, Any] | str:
-    if not (folder / _INDEX).exists():
-        return f"{str(folder)!r} is not a complete checkpoint: it has no {_INDEX}"
-    index: dict[str, Any] = files.read_json(str(folder / _INDEX))
-    found = {name: digest for name, digest in _digests(folder).items() if name != _INDEX}
-    wrong = sorted(name for name in {*found, *index["files"]} if found.get(name) != index["files"].get(name))
-    return (
-        f"checkpoint {str(folder)!r} has changed since it was saved ({wrong[0]}): restore it from a copy"
-        if wrong
-        else index
-    )
+def _require_complete(folder: Path) -> None:
+    """Rank 0 verifies every file; all ranks raise the same error."""
+    wrong: list[Any] = [checkpoints.faults(str(folder)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(wrong, src=0)
+    if wrong[0]:
+        raise checkpoints.damaged(str(folder), wrong[0])

@@ -177,7 +177,8 @@ class MegatronRank:
         with self._working():
             version = self._current_version()
             megatron_checkpoint.save_state(folder, self._gpt, self._optimizer, self._progress)
-        return CheckpointRef(uri, version, self._progress.last.key if self._progress.last else "")
+            layout = megatron_checkpoint.layout()
+        return CheckpointRef(uri, version, self._progress.last.key if self._progress.last else "", layout)
 
     def restore(self, ref: CheckpointRef) -> None:
         """Go back to a checkpoint; batches applied after it count as not applied."""

@@ -3,29 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from milepost.storage.checkpoints import CheckpointRef as CheckpointRef
 from milepost.storage.tables import TableRef
+from milepost.storage.weight_version import WeightVersion as WeightVersion
 
 PauseMode = Literal["retract", "in_place", "abort"]
 Role = Literal["policy", "reference"]
-
-
-@dataclass(frozen=True, order=True)
-class WeightVersion:
-    """Weights after `step` trained steps (0: as loaded), and the digest of their content (see engines/digest.py)."""
-
-    step: int
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.step}-{self.digest[:16]}"
-
-    @staticmethod
-    def parse(text: str) -> "WeightVersion":
-        """The version an engine stamped on a sample; its digest has 16 digits."""
-        step, _, digest = text.partition("-")
-        if not step.isdigit() or not digest:
-            raise ValueError(f"{text!r} is not a weight version, expected 'STEP-DIGEST'")
-        return WeightVersion(int(step), digest)
 
 
 @dataclass(frozen=True)
@@ -34,15 +17,6 @@ class WeightSource:
 
     uri: str
     version: WeightVersion
-
-
-@dataclass(frozen=True)
-class CheckpointRef:
-    """A saved trainer state: its folder, the weights in it, and the key of the last batch applied to them."""
-
-    uri: str
-    version: WeightVersion
-    last_key: str
 
 
 @dataclass(frozen=True)
@@ -116,8 +90,16 @@ class TrainEngine(Protocol):
         """One optimizer step on the whole batch. A key that was applied before returns its recorded result."""
         ...
 
-    def save(self, uri: str) -> CheckpointRef: ...
-    def restore(self, ref: CheckpointRef) -> None: ...
+    def save(self, uri: str) -> CheckpointRef:
+        """Write the whole state under `uri`, durably. It is a checkpoint once storage.checkpoints has published it."""
+        ...
+
+    def restore(self, ref: CheckpointRef) -> None:
+        """Take up the state of a published checkpoint; batches applied after it count as not applied.
+
+        DamagedCheckpoint when a file or a part of the state is missing or has changed; nothing starts fresh.
+        """
+        ...
 
     def weights(self, uri: str, step: int) -> WeightSource:
         """Export the weights as a Hugging Face folder at `uri`, as version `step`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from milepost.engines import cluster
 from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource
+from milepost.engines.rank_actor import RankActor
 from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
 from milepost.storage.tables import TableRef
 
@@ -45,7 +46,7 @@ class TrainActors:
 
     def _call(self, method: str, *args: Any) -> Any:
         """Rank 0's answer to a call of `method` on every rank; the error of the first rank that failed."""
-        refs = [getattr(rank, method).remote(*args) for rank in self._ranks]
+        refs = [rank.call.remote(method, *args) for rank in self._ranks]
         return _first_answer(refs, self._timeout_seconds, what=f"{method} of the train engine")
 
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
@@ -70,7 +71,7 @@ class TrainActors:
     def connect_ranks(self) -> None:
         """Let the ranks find each other and load the model."""
         address, port = cluster.wait(
-            self._ranks[0].rendezvous.remote(), self._timeout_seconds, what="rank 0 of the train engine"
+            self._ranks[0].call.remote("rendezvous"), self._timeout_seconds, what="rank 0 of the train engine"
         )
         self._call("connect", address, port)
 
@@ -102,15 +103,18 @@ def rank_name(run: str, rank: int) -> str:
     return f"{run}/train-{rank}"
 
 
-def start_train_engine(run: str, setup: TrainSetup, *, rank_class: Any, timeout_seconds: float) -> TrainActors:
-    """Start one actor a rank and wait until all hold their part of the model; none is left when that fails."""
+def start_train_engine(run: str, setup: TrainSetup, *, rank_class: str, timeout_seconds: float) -> TrainActors:
+    """Start one actor a rank and wait until all hold their part of the model; none is left when that fails.
+
+    `rank_class` is `pkg.mod:Class`, built as `Class(rank, world, setup)` in the rank's process.
+    """
     num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
     ranks: list[Any] = []
     engine = TrainActors(ranks, timeout_seconds=timeout_seconds)
     try:
         for rank in range(setup.world):
             name = rank_name(run, rank)
-            ranks.append(cluster.start_actor(rank_class, name, rank, setup.world, setup, num_gpus=num_gpus))
+            ranks.append(cluster.start_actor(RankActor, name, rank_class, rank, setup.world, setup, num_gpus=num_gpus))
         engine.connect_ranks()
     except BaseException:
         engine.close()

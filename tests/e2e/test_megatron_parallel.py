@@ -19,6 +19,7 @@ from milepost.storage.tables import TableRef, read_table, write_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
+RANK = "milepost.engines.megatron_rank:MegatronRank"
 VOCAB = 67  # odd, so that tensor parallelism has to pad it
 UPDATE = UpdateParams("ppo_clip", {"clip_low": 0.2})
 
@@ -98,7 +99,7 @@ LAYOUTS = {
 def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: tuple, tmp_path: Path) -> None:
     folder, rank, (start, filled, results) = alone
     two = replace(setup, model=LAYOUTS[layout], perf=PerfSection(train_threads=1, max_tokens_per_micro_batch=32))
-    engine = start_train_engine(layout, two, rank_class=MegatronRank, timeout_seconds=120)
+    engine = start_train_engine(layout, two, rank_class=RANK, timeout_seconds=120)
     try:
         start_two, filled_two, results_two = train(engine, tmp_path)
         assert start_two.version == start.version
@@ -133,8 +134,6 @@ def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: 
 def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(setup: TrainSetup, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     with pytest.raises(ValueError, match="architecture 'OtherForCausalLM' cannot be trained, use one of"):
-        start_train_engine(
-            "broken", replace(setup, model_dir=str(tmp_path)), rank_class=MegatronRank, timeout_seconds=120
-        )
+        start_train_engine("broken", replace(setup, model_dir=str(tmp_path)), rank_class=RANK, timeout_seconds=120)
     with pytest.raises(LookupError, match="no engine called 'broken/train-0'"):
         connect_train_engine("broken", 1, timeout_seconds=5)

@@ -1,0 +1,26 @@
+"""The Ray actor around one trainer rank. The rank's class is named, so that only the actor's process imports it."""
+
+import sys
+import traceback
+from typing import Any
+
+from milepost.engines import cluster
+from milepost.storage.registry import load_dotted
+
+import ray  # isort: skip  (after cluster, which sets how it authenticates)
+
+
+class RankActor:
+    """`call` is answered by the rank, one at a time; `stack` is answered at any time."""
+
+    def __init__(self, rank_class: str, *args: Any) -> None:
+        self._rank = load_dotted(rank_class, group="rank class")(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._rank, method)(*args)
+
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
+    def stack(self) -> str:
+        """What every thread of this process is doing now, for a rank that does not answer."""
+        frames = sys._current_frames().values()
+        return "\n".join("".join(traceback.format_stack(frame)) for frame in frames)
