@@ -178,7 +178,9 @@ class CheckpointSection(Section):
     every_steps: NonNegativeInt = 0
     """Save trainer state every so many steps; 0 saves only after the last."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept; older ones are removed."""
+    """Newest checkpoints kept; older ones are removed."""
+    keep_every: NonNegativeInt = 0
+    """Keep also the checkpoints of every so many steps; 0 keeps none of them."""
 
 
 class EvalSection(Section):
