@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
+FAULTY = 3  # `verify` found something wrong
 INTERRUPTED = 130  # what typer returns for KeyboardInterrupt
 
 app = typer.Typer(
@@ -148,6 +149,17 @@ def sql(run: RunName, statement: str, root: Root = None, as_json: AsJson = False
     for row in rows:
         table.add_row(*(str(value) for value in row))
     Console().print(table)
+
+
+@app.command()
+def verify(run: RunName, root: Root = None, as_json: AsJson = False) -> None:
+    """Work out every digest, sum and link of a run again; exit code 3 and a list when something is wrong."""
+    from milepost.flows.audit import audit, show
+
+    found = audit(root or DEFAULT_ROOT, run)
+    show(found, as_json=as_json)
+    if found.faults:
+        raise typer.Exit(FAULTY)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from prefect import flow
 from milepost.engines.fleet import Fleet, connect_fleet
 from milepost.engines.protocols import WeightVersion
 from milepost.storage import runs
+from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan, batch_plan
 from milepost.storage.journal import StepStore
 from milepost.storage.manifest import StepManifest
@@ -21,7 +22,7 @@ from milepost.tasks.generate import Sampling, Shard, generate_rollouts, sampling
 from milepost.tasks.optimize import Optimized, TooFewGroups, optimize_policy, trained_groups
 from milepost.tasks.sample import PromptOrder, sample_prompts
 from milepost.tasks.score import score_rollouts
-from milepost.tasks.steps import StepOutcome, accounting, close_step, rollout_metrics, stage_seconds, update_metrics
+from milepost.tasks.steps import StepOutcome, close_step, rollout_metrics, served_groups, stage_seconds, update_metrics
 from milepost.tasks.sync import Synced, sync_weights
 
 
@@ -171,7 +172,7 @@ def close(context: StepContext, collected: Collected, optimized: Optimized, sync
         context.store,
         context.folder,
         StepOutcome(context.version, synced.version, collected.cursor, synced.checkpoint),
-        counts=accounting(table, trained_groups(optimized.batches)),
+        counts=accounting(served_groups(context.store), table, trained_groups(optimized.batches)),
         metrics=metrics,
     )
 

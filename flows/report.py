@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from milepost.flows.curve import svg_curve
 from milepost.storage import files, manifest, runs, text
+from milepost.storage.accounting import epoch_accounting
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table
@@ -112,6 +113,7 @@ def write_report(folder: RunFolder) -> str:
         steps=steps,
         columns=[name for name in COLUMNS if any(name in step.metrics for step in steps)],
         evals=evaluations(folder),
+        epochs=epoch_accounting(folder),
         figures=_figures(steps),
         samples=last_samples(steps),
     )

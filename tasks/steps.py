@@ -8,10 +8,12 @@ import pyarrow as pa
 
 from milepost.engines.protocols import UpdateResult, WeightVersion
 from milepost.storage import manifest
+from milepost.storage.accounting import check_accounting
 from milepost.storage.journal import StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder
+from milepost.storage.tables import read_table
 
 _READ = ["group_id", "reward", "kept", "drop_reason", "status", "response_token_ids"]
 
@@ -68,22 +70,17 @@ def stage_seconds(store: StepStore) -> dict[str, float]:
     return seconds
 
 
-def accounting(table: pa.Table, trained_groups: set[str]) -> dict[str, int]:
-    """How every prompt served in the step ended: trained, filtered (reason) or unused. The classes sum to `served`."""
-    reasons: dict[str, str] = {}
-    for group, kept, reason in zip(
-        table["group_id"].to_pylist(), table["kept"].to_pylist(), table["drop_reason"].to_pylist(), strict=True
-    ):
-        if kept or group not in reasons:
-            reasons[group] = "unused" if kept else f"filtered: {reason}"
-    classes = Counter("trained" if group in trained_groups else reason for group, reason in reasons.items())
-    return {**dict(sorted(classes.items())), "served": len(reasons)}
+def served_groups(store: StepStore) -> list[str]:
+    """The groups of every round of a step, in the order in which they were served."""
+    sampled = (commit.tables["prompts"] for commit in store.commits() if commit.slot.startswith("sample-"))
+    return [group for ref in sampled for group in read_table(ref)["group_id"].to_pylist()]
 
 
 def close_step(
     store: StepStore, folder: RunFolder, outcome: StepOutcome, *, counts: dict[str, int], metrics: dict[str, float]
 ) -> StepManifest:
-    """Publish the manifest: after this the step is finished for ever."""
+    """Publish the manifest: after this the step is finished for ever. AccountingError unless every prompt has ended."""
+    check_accounting(counts, store.step)
     closed = StepManifest(
         run_id=store.run_id,
         step=store.step,

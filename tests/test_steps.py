@@ -5,7 +5,7 @@ import pytest
 from milepost.engines.protocols import UpdateResult
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.tasks.optimize import batches, first_groups
-from milepost.tasks.steps import accounting, rollout_metrics, update_metrics
+from milepost.tasks.steps import rollout_metrics, update_metrics
 
 from .test_tables import rollout
 
@@ -16,17 +16,6 @@ def sample(group: str, number: int, **columns: object) -> dict[str, object]:
 
 def table(*rows: dict[str, object]) -> object:
     return from_rows(list(rows), ROLLOUTS)
-
-
-def test_every_served_group_is_in_exactly_one_class() -> None:
-    rows = [
-        sample("a", 0, kept=True),
-        sample("a", 1, kept=False, drop_reason="aborted"),
-        sample("b", 0, kept=False, drop_reason="zero_std"),
-        sample("c", 0, kept=True),
-    ]
-    found = accounting(table(*rows), {"a"})
-    assert found == {"filtered: zero_std": 1, "trained": 1, "unused": 1, "served": 3}
 
 
 def test_null_rewards_leave_the_statistics() -> None:

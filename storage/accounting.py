@@ -1,0 +1,124 @@
+"""What became of every prompt: each serving ends in exactly one class, in a step and in an epoch.
+
+Classes: trained, `filtered: REASON`, aborted, unused (kept, but the step had enough), too_long and malformed (set aside
+before the run), pending (not served yet, or served and not finished).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from milepost.storage import files, manifest, runs
+from milepost.storage.manifest import StepManifest
+from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef, read_table
+
+SERVED, TOTAL = "served", "prompts"
+_ABORTED = "aborted"
+
+
+class AccountingError(RuntimeError):
+    """The classes of the served prompts do not sum to the prompts that were served."""
+
+
+def group_classes(rollouts: pa.Table, trained: set[str]) -> dict[str, str]:
+    """The class of every group in a filtered rollouts table.
+
+    A group is aborted when all its samples are; the reason of a dropped group is otherwise the first of another kind.
+    """
+    members: dict[str, list[str | None]] = {}
+    columns = (rollouts[name].to_pylist() for name in ("group_id", "kept", "drop_reason"))
+    for group, kept, reason in zip(*columns, strict=True):
+        members.setdefault(group, []).append(None if kept else str(reason))
+    return {group: "trained" if group in trained else _dropped(reasons) for group, reasons in members.items()}
+
+
+def _dropped(reasons: list[str | None]) -> str:
+    if None in reasons:
+        return "unused"
+    first = next((reason for reason in reasons if reason != _ABORTED), None)
+    return _ABORTED if first is None else f"filtered: {first}"
+
+
+def accounting(served: Iterable[str], rollouts: pa.Table, trained: set[str]) -> dict[str, int]:
+    """How the groups `served` by a step ended; the classes of a step that is finished sum to its `served`.
+
+    A group without a sample is pending. Samples of a group that was not served count as `unserved`, which is an error.
+    """
+    found = group_classes(rollouts, trained)
+    wanted = list(served)
+    classes = Counter(found.get(group, "pending") for group in wanted)
+    unserved = len(found.keys() - set(wanted))
+    if unserved:
+        classes["unserved"] = unserved
+    return {**dict(sorted(classes.items())), SERVED: len(wanted)}
+
+
+def check_accounting(counts: dict[str, int], step: int) -> None:
+    """AccountingError, with the numbers, unless every prompt that `step` served has ended in one class."""
+    ended = sum(count for name, count in counts.items() if name not in (SERVED, "pending", "unserved"))
+    if ended != counts[SERVED] or "pending" in counts or "unserved" in counts:
+        raise AccountingError(
+            f"step {step} served {counts[SERVED]} prompts and {ended} have ended ({_shown(counts)}): "
+            "a rollout function must return a sample for every prompt, and no other"
+        )
+
+
+def _shown(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if name != SERVED)
+
+
+def epoch_accounting(folder: RunFolder) -> dict[int, dict[str, int]]:
+    """For every epoch that a finished step served from: how its prompts ended. The classes sum to `prompts`."""
+    data = runs.load(folder).data
+    finished = [manifest.load(folder, step) for step in manifest.finished_steps(folder)]
+    epochs: dict[int, Counter[str]] = {}
+    cursor = {"epoch": 0, "position": 0, "served": 0}
+    for closed in finished:
+        for epoch, classes in _classes_by_epoch(folder, closed, cursor):
+            epochs.setdefault(epoch, Counter()).update(classes)
+        cursor = closed.cursor
+    return {epoch: _with_total(classes, data) for epoch, classes in sorted(epochs.items())}
+
+
+def _classes_by_epoch(
+    folder: RunFolder, closed: StepManifest, before: dict[str, int]
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """The stored counts of a step that stays in one epoch; only for one that does not are its tables read."""
+    after = closed.cursor
+    if after["epoch"] == before["epoch"] or (after["epoch"], after["position"]) == (before["epoch"] + 1, 0):
+        yield before["epoch"], {name: count for name, count in closed.accounting.items() if name != SERVED}
+        return
+    place = folder.step(closed.step)
+    rollouts = pa.concat_tables(_tables(place, closed, "filter"))
+    batches = (table["group_id"].to_pylist() for table in _tables(place, closed, "optimize"))
+    classes = group_classes(rollouts, {group for groups in batches for group in groups})
+    for table in _tables(place, closed, "sample"):
+        for group, epoch in zip(table["group_id"].to_pylist(), table["epoch"].to_pylist(), strict=True):
+            yield epoch, {classes.get(group, "pending"): 1}
+
+
+def _tables(place: str, closed: StepManifest, stage: str) -> list[pa.Table]:
+    """The tables of one stage, found beside the manifest wherever the run was moved."""
+    refs = [
+        TableRef(**ref)
+        for entry in closed.commits
+        if entry["slot"].startswith(f"{stage}-")
+        for ref in entry["tables"].values()
+    ]
+    return [
+        read_table(TableRef(files.join(place, ref.uri.rsplit("/", 1)[-1]), ref.rows, ref.digest, ref.schema))
+        for ref in refs
+    ]
+
+
+def _with_total(classes: Counter[str], data: dict[str, Any]) -> dict[str, int]:
+    """With the prompts that are set aside in every epoch, and those whose turn has not come."""
+    rows, aside = data["prompts"]["rows"], {"too_long": data["too_long"], "malformed": data["bad_lines"]}
+    counts = dict(sorted(classes.items())) | {name: count for name, count in aside.items() if count}
+    pending = rows - sum(classes.values()) + classes["pending"]
+    if pending:
+        counts["pending"] = pending
+    return {**counts, TOTAL: rows + sum(aside.values())}

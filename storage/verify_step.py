@@ -1,0 +1,210 @@
+"""One step of a run, checked on its own but for the manifest before it, which says where it began."""
+
+from dataclasses import dataclass, field
+
+from milepost.storage import files
+from milepost.storage.accounting import accounting
+from milepost.storage.batch_plan import BatchPlan
+from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef
+from milepost.storage.verify_batches import check_batches, check_results
+from milepost.storage.verify_prompts import Served, check_served
+from milepost.storage.verify_samples import check_groups, check_kept, check_rows, check_stage, check_versions
+from milepost.storage.verify_stored import SHARDED, Entry, SlotKey, StoredStep, read_entries, read_tables
+from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, Stack, base_name, load_json, stack
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a step was made with. A run that was resumed with changes has one for each attempt."""
+
+    plan: BatchPlan
+    seed: int
+    shuffle: bool
+    on_too_few: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What every step of a run is checked against."""
+
+    folder: RunFolder
+    prompts: TableRef
+    settings: tuple[Settings, ...]
+
+
+@dataclass
+class StepFindings:
+    """What was found in a step. `served` holds (epoch, row) of every prompt it served; a fault may empty the rest."""
+
+    step: int
+    finished: bool
+    faults: list[Fault] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    tables: int = 0
+    samples: int = 0
+    served: list[tuple[int, int]] = field(default_factory=list)
+
+
+def check_step(facts: RunFacts, step: int) -> StepFindings:
+    """Everything that can be said of one step. A file that cannot be read ends the check: the rest would follow."""
+    uri = facts.folder.step(step)
+    present = files.names(uri)
+    findings = StepFindings(step, "manifest.json" in present)
+    manifest = _manifest(facts.folder, step, findings) if findings.finished else None
+    before = _manifest(facts.folder, step - 1, findings) if step else None
+    entries = read_entries(uri, findings.faults)
+    if manifest is not None:
+        findings.faults += _against_manifest(files.join(uri, "manifest.json"), manifest, entries)
+        findings.faults += _chain(facts.folder, manifest, before)
+    tables = read_tables(uri, entries, findings.faults)
+    named = {base_name(uri) for found in tables.values() for uri, _ in found.values()}
+    findings.orphans = [name for name in present if name.endswith(".parquet") and name not in named]
+    findings.tables = len(named)
+    if not findings.faults:
+        _check_contents(facts, StoredStep(step, uri, manifest, before, entries, tables), findings)
+    return findings
+
+
+def _manifest(folder: RunFolder, step: int, findings: StepFindings) -> Entry | None:
+    found = load_json(folder.manifest(step))
+    if not isinstance(found, Fault):
+        return found
+    if step == findings.step:
+        findings.faults.append(found)
+    return None  # the step before reports its own
+
+
+def _against_manifest(file: str, manifest: Entry, entries: dict[SlotKey, Entry]) -> list[Fault]:
+    """The manifest names exactly the journal's commits, with their keys and tables."""
+    stated = {item["slot"]: item for item in manifest["commits"]}
+    stored = {item["slot"]: item for item in entries.values()}
+    faults = []
+    for slot in sorted(stated.keys() | stored.keys()):
+        journal = files.join(file.rsplit("/", 1)[0], "journal", f"{slot}.json")
+        if slot not in stored:
+            faults.append(Fault(journal, "is missing, the manifest of the step names it", RESTORE))
+        elif slot not in stated:
+            faults.append(Fault(journal, "is not named by the manifest of the step", "remove it if nothing wrote it"))
+        elif any(stated[slot][name] != stored[slot][name] for name in ("key", "tables")):
+            faults.append(Fault(journal, "differs from what the manifest says of it", RESTORE))
+    return faults
+
+
+def _chain(folder: RunFolder, manifest: Entry, before: Entry | None) -> list[Fault]:
+    """The manifest names the one before by digest, goes on where it ended, and is one version ahead of it."""
+    step = manifest["step"]
+    file = folder.manifest(step)
+    into, out = (manifest[name].partition("-") for name in ("version_in", "version_out"))
+    faults = []
+    if manifest["run_id"] != folder.run_id:
+        faults.append(Fault(file, f"is of run {manifest['run_id']!r}, not {folder.run_id!r}", RESTORE))
+    if (int(into[0]), int(out[0])) != (step, step + 1):
+        faults.append(Fault(file, f"goes from version {into[0]} to {out[0]}, not {step} to {step + 1}", WRITTEN_SO))
+    if before is None:
+        digest = "" if step == 0 else manifest["previous"]
+    else:
+        digest = files.digest_of(files.read(folder.manifest(step - 1)))
+        if manifest["version_in"] != before["version_out"]:
+            problem = f"begins with weights {manifest['version_in']}, the step before left {before['version_out']}"
+            faults.append(Fault(file, problem, WRITTEN_SO))
+    if manifest["previous"] != digest:
+        faults.append(
+            Fault(
+                file, f"names {manifest['previous'][:12]!r} as the manifest before, which is {digest[:12]!r}", RESTORE
+            )
+        )
+    return faults
+
+
+def _check_contents(facts: RunFacts, stored: StoredStep, findings: StepFindings) -> None:
+    """Rows, stages, batches and sums, by the settings that fit best: a resumption may have changed them."""
+    findings.faults += _check_stages(stored)
+    if findings.faults:
+        return
+    tries = [_with_settings(facts, stored, settings) for settings in facts.settings]
+    served, faults = min(tries, key=lambda found: len(found[1]))
+    newest = stored.newest()
+    findings.served, findings.samples = served.places, newest.table.num_rows
+    findings.faults += faults + check_rows(newest, facts.folder.run_id, stored.step)
+    findings.faults += _check_shards(stored) + check_kept(stored.stack("filter")) + _check_stamps(stored, newest)
+    if stored.manifest is not None:
+        findings.faults += _check_accounting(facts, stored, served)
+
+
+def _check_stages(stored: StoredStep) -> list[Fault]:
+    """A finished step has each of its shards at every stage; no shard is ahead of the stage that feeds it."""
+    shards = {stage: {slot[1:] for slot in stored.slots(stage)} for stage in SHARDED}
+    faults = []
+    for early, late in (("generate", "score"), ("score", "filter")):
+        wrong = shards[early] ^ shards[late] if stored.manifest else shards[late] - shards[early]
+        for round_, shard in sorted(wrong):
+            done, lacking = (early, late) if (round_, shard) in shards[early] else (late, early)
+            file = stored.commit_uri((done, round_, shard))
+            faults.append(Fault(file, f"has no {lacking} beside it for the same shard", RESTORE))
+    if stored.manifest and not (stored.slots("sample") and stored.slots("optimize")):
+        faults.append(Fault(files.join(stored.uri, "manifest.json"), "names no sample or no optimize", RESTORE))
+    return faults
+
+
+def _with_settings(facts: RunFacts, stored: StoredStep, settings: Settings) -> tuple[Served, list[Fault]]:
+    rounds = [
+        (stored.commit_uri(slot), stored.entries[slot]["record"], stored.tables[slot]["prompts"])
+        for slot in stored.slots("sample")
+    ]
+    cursor = None
+    if stored.before is not None or stored.step == 0:
+        cursor = stored.before["cursor"] if stored.before else {"epoch": 0, "position": 0, "served": 0}
+    served, faults = check_served(
+        rounds,
+        cursor,
+        facts.folder.prompts(base_name(facts.prompts.uri)),
+        step=stored.step,
+        count=settings.plan.rollout_batch_size,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+    )
+    if stored.manifest and served.cursor != stored.manifest["cursor"]:
+        file = files.join(stored.uri, "manifest.json")
+        faults.append(
+            Fault(file, f"has cursor {stored.manifest['cursor']}, sampling ended at {served.cursor}", WRITTEN_SO)
+        )
+    faults += check_groups(stored.newest(), served.prompts, settings.plan.n_samples_per_prompt)
+    for slot in stored.slots("optimize"):
+        uri, entry, batches = stored.commit_uri(slot), stored.entries[slot], stored.stack("optimize")
+        faults += check_batches(
+            stored.stack("filter"), batches, settings.plan, on_too_few=settings.on_too_few, commit_uri=uri
+        )
+        faults += check_results(entry["record"], entry["key"], batches, uri)
+    return served, faults
+
+
+def _check_shards(stored: StoredStep) -> list[Fault]:
+    """Each stage changed only its own columns."""
+    faults = []
+    for early, late in (("generate", "score"), ("score", "filter")):
+        slots = stored.slots(late)
+        before = [stored.tables[(early, *slot[1:])]["rollouts"] for slot in slots]
+        faults += check_stage(late, stack(before), stack([stored.tables[slot]["rollouts"] for slot in slots]))
+    return faults
+
+
+def _check_stamps(stored: StoredStep, rows: Stack) -> list[Fault]:
+    if stored.manifest is not None:
+        return check_versions(rows, stored.manifest["version_in"])
+    return check_versions(rows, stored.before["version_out"]) if stored.before is not None else []
+
+
+def _check_accounting(facts: RunFacts, stored: StoredStep, served: Served) -> list[Fault]:
+    """The stored classes are those that the tables give, and they sum to what was served."""
+    assert stored.manifest is not None
+    trained = set(stored.stack("optimize").table["group_id"].to_pylist())
+    counts = accounting(served.prompts, stored.stack("filter").table, trained)
+    stated, file = stored.manifest["accounting"], facts.folder.manifest(stored.step)
+    faults = []
+    if counts != stated:
+        faults.append(Fault(file, f"counts {stated}, its tables give {counts}", WRITTEN_SO))
+    lost = [name for name in ("pending", "unserved") if name in counts]
+    if lost:
+        faults.append(Fault(file, f"{counts[lost[0]]} prompts are {lost[0]} in a finished step", WRITTEN_SO))
+    return faults

@@ -1,0 +1,231 @@
+"""A run made without engines, by the functions that store real ones: for tests and benchmarks of what reads runs."""
+
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from milepost.storage import checkpoints, files, manifest, runs
+from milepost.storage.accounting import accounting
+from milepost.storage.batch_plan import batch_plan
+from milepost.storage.checkpoints import CheckpointRef
+from milepost.storage.journal import Slot, StepStore
+from milepost.storage.parameters import Parameters
+from milepost.storage.prompt_order import Cursor, prompt_table, take
+from milepost.storage.provenance import Provenance
+from milepost.storage.runs import RunFolder, RunRecord
+from milepost.storage.schema import PROMPTS, ROLLOUTS, from_rows
+from milepost.storage.tables import concat, write_table
+from milepost.storage.weight_version import WeightVersion
+from milepost.tasks.filters import filter_table
+from milepost.tasks.optimize import batches, first_groups, with_advantages
+from milepost.tasks.score import with_verdicts
+from milepost.tasks.verdict import Verdict
+
+SHARDS = 2
+
+
+@dataclass(frozen=True)
+class MadeRun:
+    """Where a made run is and what it was made with."""
+
+    folder: RunFolder
+    parameters: Parameters
+    prompts: pa.Table
+
+    def step(self, step: int) -> Path:
+        return Path(self.folder.step(step))
+
+    def table(self, step: int, name: str) -> Path:
+        """The table of `step` whose name begins with `name`."""
+        (found,) = self.step(step).glob(f"{name}-*.parquet")
+        return found
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(step, files.digest_of(str(step).encode())[:32])
+
+
+def begin_run(root: str, *, prompts: int = 12, groups: int = 4, samples: int = 2, tokens: int = 5) -> MadeRun:
+    """A run that has no step yet."""
+    folder = runs.run_folder(root, "made")
+    parameters = Parameters.model_validate(
+        {
+            "data": {"rollout_batch_size": groups, "n_samples_per_prompt": samples, "seed": 7},
+            "algorithm": {"num_steps_per_rollout": 2, "old_logprobs": "rollout"},
+            "rollout": {"shards": SHARDS, "max_new_tokens": tokens},
+            "filter": {"group": "nonzero_std"},
+        }
+    )
+    table = from_rows([_prompt(row) for row in range(prompts)], PROMPTS)
+    ref = write_table(folder.prompts("train"), table, PROMPTS)
+    nothing = files.digest_of(b"")
+    record = RunRecord(
+        run_id="made",
+        steps=100,
+        parameters=parameters,
+        parameters_digest=runs.parameters_digest(parameters),
+        provenance=Provenance("", "", [], nothing),
+        data={"prompts": asdict(ref), "eval": None, "too_long": 2, "bad_lines": 1},
+        model={},
+    )
+    runs.create(folder, record)
+    return MadeRun(folder, parameters, table)
+
+
+def _prompt(row: int) -> dict[str, object]:
+    return {
+        "prompt_id": f"{row:032x}",
+        "group_id": "",
+        "dataset": "d",
+        "row": row,
+        "epoch": 0,
+        "prompt": f'"{row}+1="',
+        "prompt_token_ids": [1, 2, 3],
+        "label": '"2"',
+        "metadata": "{}",
+    }
+
+
+def add_step(made: MadeRun, step: int, **changed: dict[str, Any]) -> None:
+    """One finished step. `changed` replaces values of each sample's row at a stage: `generate={"seed": 4}`."""
+    store = StepStore(made.folder.step(step), "made", step)
+    plan = batch_plan(made.parameters)
+    before = manifest.load(made.folder, step - 1).cursor if step else {}
+    picks, cursor = take(plan.rollout_batch_size, Cursor(**before), size=made.prompts.num_rows, seed=7)
+    served = prompt_table(made.prompts, picks, step=step, round_=0)
+    _commit(store, Slot("sample"), {"prompts": served}, PROMPTS, record={"cursor": asdict(cursor)})
+    filtered = [
+        _shard(store, served.take(list(range(shard, served.num_rows, SHARDS))), shard, made.parameters, changed)
+        for shard in range(SHARDS)
+    ]
+    trained = _optimize(store, made.parameters, filtered, changed.get("optimize", {}))
+    counts = accounting(served["group_id"].to_pylist(), concat(filtered, ROLLOUTS), trained)
+    _close(made, store, cursor, counts)
+
+
+def _commit(
+    store: StepStore,
+    slot: Slot,
+    tables: dict[str, pa.Table],
+    schema: pa.Schema,
+    *,
+    record: dict[str, Any] | None = None,
+) -> str:
+    key = store.key(slot, [], {})
+    refs = {name: store.write(f"{slot}-{name}", table, schema) for name, table in tables.items()}
+    store.commit(slot, key, refs, record=record, started=time.monotonic())
+    return key
+
+
+def _shard(
+    store: StepStore, prompts: pa.Table, shard: int, parameters: Parameters, changed: dict[str, dict[str, Any]]
+) -> pa.Table:
+    generated = from_rows(
+        [row | changed.get("generate", {}) for row in _samples(store, prompts, shard, parameters)], ROLLOUTS
+    )
+    _commit(store, Slot("generate", 0, shard), {"rollouts": generated}, ROLLOUTS)
+    # Every fourth group is solved by all or by none, which the filter drops.
+    scores = [
+        0.0 if int(group[-4:]) % 4 == 3 else float(row % 2)
+        for row, group in enumerate(generated["group_id"].to_pylist())
+    ]
+    scored = with_verdicts(generated, [Verdict(score, {}, "", "made", 0.0) for score in scores])
+    scored = _changed(scored, changed.get("score", {}))
+    _commit(store, Slot("score", 0, shard), {"rollouts": scored}, ROLLOUTS)
+    filtered = _changed(filter_table(scored, parameters.filter.group), changed.get("filter", {}))
+    _commit(store, Slot("filter", 0, shard), {"rollouts": filtered}, ROLLOUTS)
+    return filtered
+
+
+def _verdicts(groups: list[str]) -> list[Verdict]:
+    """Half of a group solves its prompt, but for every fourth group, which the filter drops."""
+    scores = [0.0 if int(group[-4:]) % 4 == 3 else float(row % 2) for row, group in enumerate(groups)]
+    return [Verdict(score, {}, "", "made", 0.0) for score in scores]
+
+
+def _changed(table: pa.Table, values: dict[str, Any]) -> pa.Table:
+    if not values:
+        return table
+    return from_rows([row | values for row in table.to_pylist(maps_as_pydicts="strict")], ROLLOUTS)
+
+
+def _samples(store: StepStore, prompts: pa.Table, shard: int, parameters: Parameters) -> list[dict[str, Any]]:
+    stamp, tokens = version(store.step), parameters.rollout.max_new_tokens
+    noise = random.Random(f"{store.step} {shard}")
+    shared = {"run_id": store.run_id, "step": store.step, "shard": shard, "turns": 1, "seed": 1, "sampling": "{}"}
+    return [
+        {
+            **shared,
+            **{name: prompt[name] for name in ("group_id", "prompt_id", "dataset", "prompt", "label", "metadata")},
+            "prompt_token_ids": prompt["prompt_token_ids"],
+            "sample_id": f"{prompt['group_id']}-{index:03d}",
+            "response": "2" * tokens,
+            "response_escaped": False,
+            "response_token_ids": noise.choices(range(250), k=tokens),
+            "loss_mask": [1] * tokens,
+            "rollout_logprobs": [-noise.random() for _ in range(tokens)],
+            "finish_reason": "stop",
+            "status": "completed",
+            "weight_version_min": stamp.step,
+            "weight_version_max": stamp.step,
+            "weights_digest": stamp.digest[:16],
+        }
+        for prompt in prompts.to_pylist()
+        for index in range(parameters.data.n_samples_per_prompt or 1)
+    ]
+
+
+def _optimize(store: StepStore, parameters: Parameters, filtered: list[pa.Table], changed: dict[str, Any]) -> set[str]:
+    """Commit the batches of a step; returns the groups in them."""
+    plan = batch_plan(parameters)
+    chosen = first_groups(concat(filtered, ROLLOUTS), plan.rollout_batch_size)
+    table = with_advantages(chosen, parameters.algorithm)
+    index = ROLLOUTS.get_field_index("old_logprobs")
+    table = table.set_column(index, ROLLOUTS.field(index), table["rollout_logprobs"])
+    parts = [_changed(part, changed) for part in batches(table, plan.num_steps_per_rollout)]
+    slot = Slot("optimize")
+    key = store.key(slot, [], {})
+    results = [
+        {"key": f"{key}-{number:03d}", "applied": True, "optimizer_step": 2 * store.step + number + 1, "metrics": {}}
+        for number in range(len(parts))
+    ]
+    named = {f"batch-{number:03d}": part for number, part in enumerate(parts)}
+    _commit(store, slot, named, ROLLOUTS, record={"results": results})
+    return set(table["group_id"].to_pylist())
+
+
+def _close(made: MadeRun, store: StepStore, cursor: Cursor, counts: dict[str, int]) -> None:
+    """Save a checkpoint of the step, and publish its manifest."""
+    step, folder = store.step, made.folder
+    commits = {commit.slot: commit for commit in store.commits()}
+    optimize = commits["optimize-r0"]
+    uri = folder.checkpoint(step + 1)
+    files.publish_json(files.join(uri, "state.json"), {"step": step})
+    checkpoints.publish(folder, CheckpointRef(uri, version(step + 1), f"{optimize.key}-{len(optimize.tables) - 1:03d}"))
+    into, out = version(step), version(step + 1)
+    manifest.publish(
+        folder,
+        manifest.StepManifest(
+            run_id="made",
+            step=step,
+            previous=manifest.manifest_digest(folder, step - 1),
+            version_in=f"{into.step}-{into.digest}",
+            version_out=f"{out.step}-{out.digest}",
+            checkpoint=uri,
+            cursor=asdict(cursor),
+            commits=manifest.commit_entries(list(commits.values())),
+            accounting=counts,
+            metrics={},
+        ),
+    )
+
+
+def make_run(root: str, steps: int, **sizes: int) -> MadeRun:
+    made = begin_run(root, **sizes)
+    for step in range(steps):
+        add_step(made, step)
+    return made
