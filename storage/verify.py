@@ -110,7 +110,8 @@ def check_steps(facts: RunFacts, steps: list[int]) -> list[StepFindings]:
 
 def _checked(facts: RunFacts, steps: list[int], workers: int | None) -> Iterator[list[StepFindings]]:
     """The findings of all steps, in chunks and in any order; a long run on local files takes a process a core."""
-    chunks = [steps[start : start + CHUNK] for start in range(0, len(steps), CHUNK)]
+    size = CHUNK if workers is None else max(1, min(CHUNK, len(steps) // workers))
+    chunks = [steps[start : start + size] for start in range(0, len(steps), size)]
     count = min(workers or os.cpu_count() or 1, len(chunks))
     if count < 2 or not files.is_local(facts.folder.uri):
         yield from (check_steps(facts, chunk) for chunk in chunks)
