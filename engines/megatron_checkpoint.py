@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from milepost.engines.hf_export import publish_folder
@@ -27,10 +30,14 @@ _ANY_LAYOUT, _SAME_SPLIT = "fully_reshardable", "dp_reshardable"  # Megatron's f
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the trainer is: optimizer steps that were applied, and the result of the last batch."""
+    """How far the trainer is: optimizer steps that were applied, and the result of the last batch.
+
+    `reference` is the digest of the weights that training began from, once known.
+    """
 
     optimizer_steps: int = 0
     last: UpdateResult | None = None
+    reference: str = ""
 
 
 def _optimizer_format(optimizer: Any) -> str:
@@ -77,7 +84,11 @@ def _state(model: torch.nn.Module, optimizer: Any, *, loading: bool, streams: bo
 
 
 def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: Progress) -> None:
-    """Write `folder` (replacing one that is there). Runs on all ranks, which share the file system."""
+    """Write `folder` (replacing one that is there). Runs on all ranks, which share the file system.
+
+    The format for any layout costs memory: Megatron gathers the whole optimizer state on every rank, also on a single
+    one. Its cheaper format loads only at the same tensor and pipeline split, which a checkpoint must outlive.
+    """
     names: list[Any] = [f".{folder.name}.{uuid.uuid4().hex}.tmp"]
     dist.broadcast_object_list(names, src=0)
     temporary = folder.parent / names[0]
@@ -99,7 +110,7 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
 def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress:
     """Put the state in `folder` into `model` and `optimizer`, whatever layout saved it. Runs on all ranks."""
     _require_complete(folder)
-    index = files.read_json(str(folder / _INDEX))
+    index = _read_index(folder)
     form, saved, own = index["optimizer_format"], index["layout"], layout()
     if form == _SAME_SPLIT and any(saved[kind] != own[kind] for kind in ("tensor_parallel", "pipeline_parallel")):
         split = f"tensor_parallel {saved['tensor_parallel']}, pipeline_parallel {saved['pipeline_parallel']}"
@@ -109,14 +120,49 @@ def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress
     _load_optimizer(optimizer, loaded["optimizer"], index["optimizer_steps"])
     if "streams" in loaded:
         _set_streams(loaded["streams"])
-    return Progress(index["optimizer_steps"], UpdateResult(**index["last"]) if index["last"] else None)
+    last = UpdateResult(**index["last"]) if index["last"] else None
+    return Progress(index["optimizer_steps"], last, index["reference"])
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    if not (folder / _INDEX).exists():
+        raise DamagedCheckpoint(f"checkpoint {str(folder)!r} has no {_INDEX}: another engine saved it")
+    index: dict[str, Any] = files.read_json(str(folder / _INDEX))
+    for name in ("optimizer_steps", "last", "reference", "layout", "optimizer_format"):
+        if name not in index:
+            raise _incomplete(folder, f"{_INDEX} has no {name}")
+    return index
 
 
 def _load_parts(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Read what `wanted` describes; DamagedCheckpoint on all ranks when any rank's part of it was not saved."""
-    held = {key.split("/shard_")[0] for key in dist_checkpointing.load_sharded_metadata(str(folder))}
-    print(held)
-    return dist_checkpointing.load(wanted, str(folder))
+    """Read all that `wanted` describes. What was not saved is an error: nothing keeps the value it was built with."""
+    lacking: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lacking, _unsaved(folder, wanted))
+    names = sorted(set().union(*lacking))
+    if names:
+        raise _incomplete(folder, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    groups = {"optimizer", "param_state_sharding_type"} - loaded["optimizer"].keys()
+    if groups:
+        raise _incomplete(folder, f"the optimizer's {min(groups)}")
+    return loaded
+
+
+def _unsaved(folder: Path, wanted: dict[str, Any]) -> set[str]:
+    """What this rank wants and the checkpoint does not hold; random streams are told apart by rank."""
+    held = load_sharded_metadata(str(folder)).values()
+    sought = [part for part in nested_values(load_preprocess(wanted)[0]) if isinstance(part, ShardedBase)]
+    return {_name(part) for part in sought} - {_name(part) for part in held}
+
+
+def _name(part: ShardedBase) -> str:
+    return str(part.unique_key if isinstance(part, ShardedObject) else part.key)
+
+
+def _incomplete(folder: Path, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"checkpoint {str(folder)!r} lacks a part of the trainer's state ({what}): use another one"
+    )
 
 
 @torch.no_grad()

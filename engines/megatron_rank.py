@@ -6,6 +6,7 @@ Every method is called on all ranks with the same arguments; rank 0's answer is 
 import contextlib
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ class MegatronRank:
         self._store: Any = None
         self._progress = megatron_checkpoint.Progress()
         self._results: dict[str, UpdateResult] = {}
+        self._reference_digest = ""
         self._version: WeightVersion | None = None  # of the weights as they are now, once known
 
     def _working(self) -> contextlib.AbstractContextManager[None]:
@@ -99,7 +101,7 @@ class MegatronRank:
     @contextlib.contextmanager
     def _weights_of(self, role: Role) -> Any:
         """The model as it was loaded inside this block (reference), or as it is (policy)."""
-        if role == "policy":
+        if role == "policy" or not self._progress.optimizer_steps:
             yield
             return
         trained = [parameter.detach().clone() for parameter in self._gpt.parameters()]
@@ -155,6 +157,8 @@ class MegatronRank:
                 digest = export_folder(tensors, uri, model_dir=self._setup.model_dir, dtype=dtype)
             digest = self._agree(digest if self._rank == 0 else _drain(tensors))
         self._version = WeightVersion(step, digest)
+        if not self._progress.optimizer_steps:
+            self._reference_digest = digest
         return WeightSource(uri, self._version)
 
     def _agree(self, value: str) -> str:
@@ -164,25 +168,37 @@ class MegatronRank:
         agreed: str = values[0]
         return agreed
 
+    def _digest(self) -> str:
+        """Of the weights as they are."""
+        tensors = gather_weights(self._gpt, self._shape)
+        return self._agree(weights_digest(tensors) if self._rank == 0 else _drain(tensors))
+
+    def _reference(self) -> str:
+        """Digest of the weights as they were loaded, which the reference role answers from."""
+        if not self._reference_digest:
+            with self._weights_of("reference"):
+                self._reference_digest = self._digest()
+        return self._reference_digest
+
     def _current_version(self) -> WeightVersion:
         """The version last exported while the weights are still those, else the count of optimizer steps."""
         if self._version is None:
-            tensors = gather_weights(self._gpt, self._shape)
-            digest = self._agree(weights_digest(tensors) if self._rank == 0 else _drain(tensors))
-            self._version = WeightVersion(self._progress.optimizer_steps, digest)
+            self._version = WeightVersion(self._progress.optimizer_steps, self._digest())
         return self._version
 
     def save(self, uri: str) -> CheckpointRef:
-        folder = local_path(uri)
+        folder, last = local_path(uri), self._progress.last
         with self._working():
             version = self._current_version()
-            megatron_checkpoint.save_state(folder, self._gpt, self._optimizer, self._progress)
+            progress = replace(self._progress, reference=self._reference())
+            megatron_checkpoint.save_state(folder, self._gpt, self._optimizer, progress)
             layout = megatron_checkpoint.layout()
-        return CheckpointRef(uri, version, self._progress.last.key if self._progress.last else "", layout)
+        return CheckpointRef(uri, version, last.key if last else "", layout)
 
     def restore(self, ref: CheckpointRef) -> None:
         """Go back to a checkpoint; batches applied after it count as not applied."""
         with self._working():
+            reference = self._reference()
             self._progress = megatron_checkpoint.load_state(local_path(ref.uri), self._gpt, self._optimizer)
             self._version = None
             found = self._current_version().digest
@@ -191,6 +207,11 @@ class MegatronRank:
         if found != ref.version.digest:
             raise megatron_checkpoint.DamagedCheckpoint(
                 f"checkpoint {ref.uri} holds weights {found[:16]}, not {ref.version.digest[:16]}: it is another one"
+            )
+        if reference != self._progress.reference:
+            raise ValueError(
+                f"checkpoint {ref.uri} was trained from weights {self._progress.reference[:16]}, "
+                f"{self._setup.model_dir!r} holds {reference[:16]}: give model.path the model it was trained from"
             )
         self._version = ref.version
 

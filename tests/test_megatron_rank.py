@@ -1,5 +1,6 @@
 """One Megatron rank: a step is applied once, does not depend on how the batch is cut, and can be gone back to."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -16,7 +18,10 @@ from milepost.engines.megatron_checkpoint import DamagedCheckpoint
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.protocols import UpdateParams
 from milepost.engines.train_actors import TrainSetup
+from milepost.storage import checkpoints
+from milepost.storage.checkpoints import CheckpointRef
 from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import TableRef, read_table, with_columns, write_table
 
@@ -82,6 +87,18 @@ def write(folder: Path, **columns: list[Any]) -> TableRef:
     return write_table(str(folder / "batch"), with_columns(rollouts(), columns), ROLLOUTS)
 
 
+def saved(rank: MegatronRank, folder: RunFolder, number: int) -> CheckpointRef:
+    """A published checkpoint of the rank, which has taken `number` optimizer steps."""
+    ref = rank.save(folder.checkpoint(number))
+    checkpoints.publish(folder, ref)
+    return ref
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(str(tmp_path / "run"), "run")
+
+
 def digest(rank: MegatronRank, folder: Path) -> str:
     return rank.weights(str(folder / "weights"), 0).version.digest
 
@@ -144,11 +161,12 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(ranks: Ranks, tmp_pa
     assert rank.step(write(tmp_path), UPDATE, "b").applied
 
 
-def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, run: RunFolder) -> None:
     rank = ranks.start()
-    start = rank.save(str(tmp_path / "start"))
+    start = saved(rank, run, 0)
     rank.step(write(tmp_path), UPDATE, "a")
-    checkpoint = rank.save(str(tmp_path / "checkpoint"))
+    checkpoint = saved(rank, run, 1)
+    assert checkpoints.latest(run) == checkpoint
     wanted = [rank.step(write(tmp_path), UPDATE, key).metrics["loss"] for key in ("b", "c")]
     end = digest(rank, tmp_path)
     for restored in (rank, ranks.start()):
@@ -161,17 +179,56 @@ def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path) -> 
             assert digest(restored, tmp_path) == start.version.digest
 
 
-def test_a_damaged_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_damaged_or_unpublished_checkpoint_is_refused(ranks: Ranks, run: RunFolder) -> None:
     rank = ranks.start()
-    checkpoint = rank.save(str(tmp_path / "checkpoint"))
-    file = tmp_path / "checkpoint" / "__0_0.distcp"
+    checkpoint = saved(rank, run, 0)
+    file = Path(checkpoint.uri, "__0_0.distcp")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=r"has changed since it was saved \(__0_0.distcp\)"):
+    with pytest.raises(DamagedCheckpoint, match="__0_0.distcp has changed since it was saved"):
         rank.restore(checkpoint)
-    with pytest.raises(DamagedCheckpoint, match="is not a complete checkpoint"):
-        rank.restore(replace(checkpoint, uri=str(tmp_path)))
+    with pytest.raises(DamagedCheckpoint, match="has no checkpoint.json"):
+        rank.restore(rank.save(run.checkpoint(0)))
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("optimizer", "optimizer"), ("streams", "streams/shard_0_1"), ("model", "decoder")]
+)
+def test_a_checkpoint_without_a_part_of_the_state_is_refused(
+    part: str, name: str, ranks: Ranks, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = ranks.start()
+    with monkeypatch.context() as patch:
+        whole = dist_checkpointing.save
+        patch.setattr(
+            dist_checkpointing, "save", lambda state, folder: whole({**state, part: {"kept": "nothing"}}, folder)
+        )
+        checkpoint = saved(rank, run, 0)
+    before = digest(rank, Path(run.uri))
+    with pytest.raises(DamagedCheckpoint, match=f"lacks a part of the trainer's state \\(.*{name}"):
+        rank.restore(checkpoint)
+    assert digest(rank, Path(run.uri)) == before
+
+
+@pytest.mark.parametrize("lost", ["optimizer_steps", "last", "optimizer_format"])
+def test_a_checkpoint_that_does_not_say_where_it_is_is_refused(lost: str, ranks: Ranks, run: RunFolder) -> None:
+    rank = ranks.start()
+    ref = rank.save(run.checkpoint(0))
+    index = Path(ref.uri, "milepost.json")
+    index.write_text(json.dumps({name: value for name, value in json.loads(index.read_text()).items() if name != lost}))
+    checkpoints.publish(run, ref)
+    with pytest.raises(DamagedCheckpoint, match=f"milepost.json has no {lost}"):
+        rank.restore(ref)
+
+
+def test_a_checkpoint_of_another_start_is_refused(ranks: Ranks, run: RunFolder, tmp_path: Path) -> None:
+    rank = ranks.start()
+    rank.step(write(tmp_path), UPDATE, "a")
+    rank.step(write(tmp_path), UPDATE, "b")
+    checkpoint, moved = saved(rank, run, 2), rank.weights(str(tmp_path / "moved"), 2)
+    with pytest.raises(ValueError, match="was trained from weights .*: give model.path the model it was trained from"):
+        ranks.start(model_dir=moved.uri).restore(checkpoint)
 
 
 def test_the_reference_is_the_model_as_loaded_and_asking_for_it_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
@@ -186,10 +243,10 @@ def test_the_reference_is_the_model_as_loaded_and_asking_for_it_changes_nothing(
     assert digest(rank, tmp_path) == before
 
 
-def test_bfloat16_trains_with_float32_master_weights(ranks: Ranks, tmp_path: Path) -> None:
+def test_bfloat16_trains_with_float32_master_weights(ranks: Ranks, tmp_path: Path, run: RunFolder) -> None:
     rank = ranks.start(perf=PerfSection(train_threads=1, dtype="bfloat16"))
     assert all(rank.step(write(tmp_path), UPDATE, key).applied for key in ("a", "b"))
-    checkpoint, source = rank.save(str(tmp_path / "checkpoint")), rank.weights(str(tmp_path / "out"), 2)
+    checkpoint, source = saved(rank, run, 2), rank.weights(str(tmp_path / "out"), 2)
     assert {tensor.dtype for tensor in load_file(Path(source.uri) / "model.safetensors").values()} == {torch.bfloat16}
     wanted = rank.step(write(tmp_path), UPDATE, "c").metrics["loss"]
     rank.restore(checkpoint)

@@ -1,5 +1,6 @@
 """The Megatron train engine over two ranks gives what one rank gives, however the model and the batch are split."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.protocols import UpdateParams, UpdateResult, WeightSource
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
+from milepost.storage import checkpoints
+from milepost.storage.checkpoints import CheckpointRef
 from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import TableRef, read_table, write_table
 
@@ -77,15 +81,24 @@ def train(engine: TrainActors | MegatronRank, folder: Path) -> tuple[WeightSourc
     return start, filled, [engine.step(filled, UPDATE, key) for key in ("first", "second")]
 
 
+def saved(engine: TrainActors, folder: Path) -> CheckpointRef:
+    """A published checkpoint of an engine whose weights were exported as version 2."""
+    run = RunFolder(str(folder / "run"), "run")
+    ref = engine.save(run.checkpoint(2))
+    checkpoints.publish(run, ref)
+    return ref
+
+
 @pytest.fixture(scope="module")
-def alone(setup: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MegatronRank, object]:
+def alone(setup: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, MegatronRank, object]]:
     """One rank in this process, after two steps."""
     folder = tmp_path_factory.mktemp("alone")
     rank = MegatronRank(0, 1, setup)
     rank.connect(*rank.rendezvous())
     outcome = train(rank, folder)
     rank.weights(str(folder / "end"), 2)
-    return folder, rank, outcome
+    yield folder, rank, outcome
+    rank.close()
 
 
 LAYOUTS = {
@@ -112,7 +125,7 @@ def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: 
         for name, tensor in load_file(folder / "end" / "model.safetensors").items():
             torch.testing.assert_close(tensors(end)[name], tensor, atol=2e-5, rtol=0)
 
-        checkpoint = engine.save(str(tmp_path / "checkpoint"))
+        checkpoint = saved(engine, tmp_path)
         engine.step(filled_two, UPDATE, "undone")
         engine.restore(checkpoint)
         assert engine.weights(str(tmp_path / "again"), 2).version == end.version
@@ -129,6 +142,30 @@ def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: 
             torch.testing.assert_close(tensors(stayed)[name], tensor, atol=2e-5, rtol=0)
     finally:
         engine.close()
+
+
+def test_pipeline_stages_with_an_embedding_each_become_one_rank(setup: TrainSetup, tmp_path: Path) -> None:
+    """Without tied embeddings a checkpoint of two stages loads on one rank, moments included."""
+    untied = AutoModelForCausalLM.from_pretrained(setup.model_dir, tie_word_embeddings=False)
+    untied.save_pretrained(tmp_path / "model")
+    two = replace(setup, model_dir=str(tmp_path / "model"), model=ModelSection(pipeline_parallel=2))
+    engine = start_train_engine("stages", two, rank_class=RANK, timeout_seconds=120)
+    try:
+        _, filled, _ = train(engine, tmp_path)
+        end = engine.weights(str(tmp_path / "end"), 2)
+        checkpoint = saved(engine, tmp_path)
+        wanted = engine.step(filled, UPDATE, "third")
+    finally:
+        engine.close()
+    one = start_train_engine("stage", replace(two, model=ModelSection()), rank_class=RANK, timeout_seconds=120)
+    try:
+        one.restore(checkpoint)
+        assert one.weights(str(tmp_path / "moved"), 2).version == end.version
+        third = one.step(filled, UPDATE, "third")
+        assert third.optimizer_step == 3
+        assert third.metrics["grad_norm"] == pytest.approx(wanted.metrics["grad_norm"], rel=1e-4)
+    finally:
+        one.close()
 
 
 def test_an_engine_that_cannot_start_says_why_and_leaves_no_actor(setup: TrainSetup, tmp_path: Path) -> None:
