@@ -25,8 +25,20 @@ OBJECT_STORE_BYTES = 256 * 1024 * 1024
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class EngineTimeout(TimeoutError):
+class EngineFailure(RuntimeError):
+    """An engine is of no more use: its process ended, or it does not answer."""
+
+
+class EngineTimeout(EngineFailure):
     """An engine did not answer inside its deadline."""
+
+
+class EngineDied(EngineFailure):
+    """The process of an engine ended."""
+
+
+class EngineMissing(EngineFailure, LookupError):
+    """No engine of that name is running."""
 
 
 def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
@@ -79,7 +91,7 @@ def actor(name: str) -> Any:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        raise LookupError(f"no engine called {name!r} is running: start the run again") from None
+        raise EngineMissing(f"no engine called {name!r} is running: start the run again") from None
 
 
 def wait(ref: Any, timeout_seconds: float, *, what: str) -> Any:
@@ -92,6 +104,8 @@ def wait(ref: Any, timeout_seconds: float, *, what: str) -> Any:
         except concurrent.futures.TimeoutError:
             if time.monotonic() > deadline:
                 raise EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise EngineDied(f"the process that was asked for {what} ended: start the engines again") from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause or error from None
 

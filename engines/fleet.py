@@ -117,6 +117,11 @@ def connect_fleet(run: str, parameters: Parameters) -> Fleet:
     )
 
 
+def is_engine_failure(error: BaseException) -> bool:
+    """Whether new engines may do what failed: a process died, hung, or could not be reached."""
+    return isinstance(error, cluster.EngineFailure | ConnectionError)
+
+
 def is_joined() -> bool:
     """Whether this process is in a Ray cluster."""
     return cluster.is_connected()

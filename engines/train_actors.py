@@ -33,7 +33,7 @@ class TrainSetup:
         return self.model.tensor_parallel * self.model.pipeline_parallel * self.model.data_parallel
 
 
-class TrainEngineDied(RuntimeError):
+class TrainEngineDied(cluster.EngineDied):
     """A rank's process ended while it was asked for something. The engine is of no more use: close it."""
 
 
@@ -90,7 +90,7 @@ def _first_answer(refs: Sequence[Any], timeout_seconds: float, *, what: str) -> 
         for ref in done:
             try:
                 cluster.wait(ref, timeout_seconds, what=what)
-            except ray.exceptions.RayActorError as error:
+            except cluster.EngineDied as error:
                 raise TrainEngineDied(
                     f"rank {refs.index(ref)} died during {what}: restore the last checkpoint"
                 ) from error

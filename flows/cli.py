@@ -37,6 +37,9 @@ Root = Annotated[str | None, typer.Option(help="Folder of all runs (default: run
 Steps = Annotated[int | None, typer.Option(help="Trips around the DAG (default: 10).")]
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run (default: the recipe's name and the time).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+AllowChange = Annotated[
+    list[str] | None, typer.Option(help="Parameter, as section.field, that may differ from how the run began.")
+]
 RunName = Annotated[str, typer.Argument(help="Name of the run.")]
 
 
@@ -45,6 +48,13 @@ def _rows(values: dict[str, Any], title: str) -> None:
     for name, value in values.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
     Console().print(table)
+
+
+def _done(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _rows(summary, "done")
 
 
 @app.command()
@@ -75,18 +85,29 @@ def train(
     run: Run = None,
     root: Root = None,
     steps: Steps = None,
+    allow_change: AllowChange = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model: the loop sample, generate, score, filter, optimize, sync."""
+    """Train a model, or go on with the run of this name: sample, generate, score, filter, optimize, sync."""
     from milepost.flows.launch import launch
     from milepost.flows.recipe import request
 
     wanted = request(config, set or [], run=run, root=root, steps=steps)
-    summary = launch(wanted)
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        _rows(summary, "done")
+    _done(launch(wanted, allowed=allow_change or []), as_json)
+
+
+@app.command()
+def resume(
+    run: RunName,
+    root: Root = None,
+    steps: Annotated[int | None, typer.Option(help="Trips around the DAG in all, if other than before.")] = None,
+    allow_change: AllowChange = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run at its first unfinished stage: nothing is generated, graded or applied twice."""
+    from milepost.flows.launch import relaunch
+
+    _done(relaunch(run, absolute_root(root or DEFAULT_ROOT), steps=steps, allowed=allow_change or []), as_json)
 
 
 @app.command()
@@ -227,8 +248,9 @@ def _exit_code(error: BaseException) -> int:
     return 2 if bad_input and not isinstance(error, RunFailed) else 1
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Leave in good order: what is running ends, and what is committed stands."""
+    raise SystemExit(0)
 
 
 def _run(arguments: list[str], *, debug: bool) -> int:
@@ -248,7 +270,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
 
 
 def main() -> None:
-    """Run a command; every failure is one sentence, and --debug shows its traceback. SIGTERM is as good as Ctrl-C."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Run a command; every failure is one sentence, and --debug shows its traceback. SIGTERM ends in good order."""
+    signal.signal(signal.SIGTERM, _terminate)
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     sys.exit(_run(arguments, debug="--debug" in sys.argv))

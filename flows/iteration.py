@@ -7,7 +7,7 @@ from prefect import flow
 
 from milepost.engines.fleet import Fleet, connect_fleet
 from milepost.engines.protocols import WeightVersion
-from milepost.storage import runs
+from milepost.storage import attempts, runs
 from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan, batch_plan
 from milepost.storage.journal import StepStore
@@ -125,7 +125,7 @@ def checkpoint_due(step: int, steps: int, every: int) -> bool:
 def open_step(root: str, run: str, step: int, version: WeightVersion, fence: int = 0) -> tuple[StepContext, int]:
     """The context of a step, from the run's own record and its running engines; and the steps of the run."""
     folder = runs.run_folder(root, run)
-    record = runs.load(folder)
+    record = attempts.current(folder)
     context = StepContext(
         folder=folder,
         store=StepStore(folder.step(step), run, step, fence),

@@ -1,6 +1,7 @@
-"""A run from the command line: checked first, then trained against a Prefect server that is there or is started."""
+"""A run from the command line: checked first, then worked on against a Prefect server that is there or is started."""
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from milepost.flows.failure import RunFailed, sentence
@@ -9,31 +10,57 @@ from milepost.flows.progress import say
 from milepost.flows.recipe import Request
 from milepost.flows.report import evaluations, finished
 from milepost.flows.services import prefect_api
-from milepost.flows.train import train
-from milepost.storage import files, runs
+from milepost.flows.train import resume, train
+from milepost.storage import attempts, files, runs
 from milepost.storage.runs import RunFolder
 
 
-def check(request: Request) -> RunFolder:
+def check(request: Request, allowed: Sequence[str]) -> RunFolder:
     """Refuse, before any server is started, what the flow would refuse."""
     folder = runs.run_folder(request.root, request.run)
-    runs.require_new(folder)
-    make_plan(request.run, request.root, request.steps, request.parameters)
+    if files.exists(folder.record):
+        found = attempts.changes(attempts.current(folder).parameters, request.parameters)
+        attempts.require_allowed(found, allowed)
+    else:
+        make_plan(request.run, request.root, request.steps, request.parameters)
     return folder
 
 
-def launch(request: Request) -> dict[str, Any]:
-    """Train, and return what there is to say of the finished run."""
-    folder = check(request)
+def launch(request: Request, *, allowed: Sequence[str] = ()) -> dict[str, Any]:
+    """Train, and return what there is to say of the run."""
+    folder = check(request, allowed)
     sections = {name: getattr(request.parameters, name) for name in type(request.parameters).model_fields}
+    return _work(
+        folder,
+        request.root,
+        lambda: train(run=request.run, root=request.root, steps=request.steps, allow_change=tuple(allowed), **sections),
+    )
+
+
+def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] = ()) -> dict[str, Any]:
+    """Go on with a run, and return what there is to say of it."""
+    folder = runs.run_folder(root, run)
+    runs.load(folder)
+    return _work(folder, root, lambda: resume(run=run, root=root, steps=steps, allow_change=tuple(allowed)))
+
+
+def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
     with prefect_api(say=say, console_level="CRITICAL"):
         try:
-            asyncio.run(train(run=request.run, root=request.root, steps=request.steps, **sections))
+            asyncio.run(begin())
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
             if files.exists(folder.record):
-                raise RunFailed(f"run {request.run!r} failed: {sentence(error)}") from error
+                raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(error)}; {_hint(folder, root)}") from error
+            raise
+        except BaseException:  # Ctrl-C or SIGTERM: what is committed stands
+            if files.exists(folder.record):
+                say(_hint(folder, root))
             raise
     return summary(folder)
+
+
+def _hint(folder: RunFolder, root: str) -> str:
+    return f"resume with: milepost resume {folder.run_id} --root {root}"
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:

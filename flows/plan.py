@@ -87,7 +87,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
         model_dir=model_dir,
         model_config=config,
         prompts=_load(parameters, data_path, model_dir, quarantine=quarantine_uri),
-        eval_prompts=_load_eval(parameters, model_dir),
+        eval_prompts=load_eval_prompts(parameters, model_dir),
     )
 
 
@@ -107,7 +107,8 @@ def _load(parameters: Parameters, path: str, model_dir: str, *, quarantine: str 
     return load_prompts(data, tokenizer, context_length=room, quarantine_uri=quarantine)
 
 
-def _load_eval(parameters: Parameters, model_dir: str) -> PromptSet | None:
+def load_eval_prompts(parameters: Parameters, model_dir: str) -> PromptSet | None:
+    """The prompt set of `eval`; None when nothing is to be evaluated."""
     if not parameters.eval.path or not parameters.eval.every_steps:
         return None
     return _load(parameters, parameters.eval.path, model_dir, quarantine=None)

@@ -32,15 +32,15 @@ def step_text(metrics: dict[str, float], seconds: float) -> str:
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Advance]:
-    """A bar over `total` steps; the caller advances it."""
+def progress_bar(title: str, total: int, *, begin: int = 0) -> Iterator[Advance]:
+    """A bar over `total` steps, `begin` of which are done; the caller advances it."""
     console = Console(stderr=True)
     if console.is_terminal:
         with _bar(console) as bar:
-            task = bar.add_task(title, total=total, shown="")
+            task = bar.add_task(title, total=total, completed=begin, shown="")
             yield lambda text: bar.update(task, advance=1, shown=text)
     else:
-        yield _plain_lines(title, total)
+        yield _plain_lines(title, total, begin)
 
 
 def _bar(console: Console) -> Progress:
@@ -57,9 +57,9 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _plain_lines(title: str, total: int) -> Advance:
+def _plain_lines(title: str, total: int, begin: int) -> Advance:
     """At most one line every `LINE_SECONDS`, and always the last."""
-    begun, done, said = time.monotonic(), 0, 0.0
+    begun, done, said = time.monotonic(), begin, 0.0
 
     def advance(text: str) -> None:
         nonlocal done, said
@@ -68,7 +68,7 @@ def _plain_lines(title: str, total: int) -> Advance:
         if done < total and elapsed - said < LINE_SECONDS:
             return
         said = elapsed
-        eta = elapsed / done * (total - done)
+        eta = elapsed / (done - begin) * (total - done)
         say(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s")
 
     return advance

@@ -1,11 +1,14 @@
 """What a run tells MLflow, and when: into the outbox at once, to the server by a courier that no step waits for."""
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from milepost.flows.start import Launched
 from milepost.storage import lineage_records as records
+from milepost.storage import manifest, runs
 from milepost.storage.lineage import Lineage, sqlite_uri
 from milepost.storage.manifest import StepManifest
 from milepost.storage.outbox import Courier, Outbox
@@ -76,20 +79,23 @@ def tracking_uri(tracking: TrackingSection, *, root: str, running_url: str | Non
 
 
 @contextmanager
-def open_tracker(folder: RunFolder, record: RunRecord, *, uri: str, flow_run_id: str) -> Iterator[Tracker]:
-    """Announce the run, and its end; what MLflow has not taken by then waits in the run's outbox."""
-    tracking = record.parameters.tracking
-    if not tracking.enabled:
-        yield Tracker(folder.run_id, flow_run_id, record, None)
+def open_tracker(launched: Launched, *, uri: str, flow_run_id: str) -> Iterator[Tracker]:
+    """Announce the run or its new attempt, and its end; what MLflow has not taken by then waits in the outbox."""
+    folder, record = launched.folder, launched.record
+    before = last_checkpoint(folder)
+    if not record.parameters.tracking.enabled:
+        yield Tracker(folder.run_id, flow_run_id, record, None, before)
         return
-    courier = Courier(Outbox(folder.outbox), Lineage(uri, experiment=tracking.experiment).send)
+    experiment = record.parameters.tracking.experiment
+    courier = Courier(Outbox(folder.outbox), Lineage(uri, experiment=experiment).send, target=uri)
     courier.start()
-    courier.post(_run_record(folder, record, flow_run_id))
+    for announced in _announcements(launched, flow_run_id):
+        courier.post(announced)
     status: records.Status = "FAILED"
     try:
-        yield Tracker(folder.run_id, flow_run_id, record, courier)
+        yield Tracker(folder.run_id, flow_run_id, record, courier, before)
         status = "FINISHED"
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
         status = "KILLED"
         raise
     finally:
@@ -99,16 +105,29 @@ def open_tracker(folder: RunFolder, record: RunRecord, *, uri: str, flow_run_id:
             log.warning("%d lineage records wait in %s: %s", delivery.waiting, folder.outbox, delivery.error)
 
 
-def _run_record(folder: RunFolder, record: RunRecord, flow_run_id: str) -> records.Record:
-    return records.run_record(
-        folder.run_id,
-        parameters=record.parameters.model_dump(mode="json"),
-        tags={
-            "run_id": folder.run_id,
-            "uri": folder.uri,
-            "commit": record.provenance.commit,
-            "diff_digest": record.provenance.diff_digest,
-            "packages_digest": record.provenance.packages_digest,
-            "flow_run_id": flow_run_id,
-        },
-    )
+def last_checkpoint(folder: RunFolder) -> int | None:
+    """The weight version of the newest checkpoint that a finished step names."""
+    for step in reversed(manifest.finished_steps(folder)):
+        if manifest.load(folder, step).checkpoint:
+            return step + 1
+    return None
+
+
+def _announcements(launched: Launched, flow_run_id: str) -> list[records.Record]:
+    """The run, which is sent once however often it is announced, and the attempt when it is not the first."""
+    folder, began = launched.folder, runs.load(launched.folder)
+    tags = {
+        "run_id": folder.run_id,
+        "uri": folder.uri,
+        "commit": began.provenance.commit,
+        "diff_digest": began.provenance.diff_digest,
+        "packages_digest": began.provenance.packages_digest,
+        "flow_run_id": flow_run_id,
+    }
+    parameters = began.parameters.model_dump(mode="json")
+    found = [records.run_record(folder.run_id, parameters=parameters, tags=tags)]
+    if launched.attempt > 1:
+        commit = launched.record.provenance.commit
+        again = {"attempt": launched.attempt, "commit": commit, "flow_run_id": flow_run_id}
+        found.append(records.attempt_record(folder.run_id, launched.attempt, launched.changes or {}, tags=again))
+    return found

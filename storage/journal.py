@@ -98,6 +98,11 @@ class StepStore:
             )
         return commit
 
+    def stored(self, slot: Slot) -> Commit | None:
+        """What `slot` committed, under whatever key."""
+        found = [commit for commit in self.commits() if commit.slot == str(slot)]
+        return found[0] if found else None
+
     def write(self, name: str, table: pa.Table, schema: pa.Schema) -> TableRef:
         return write_table(files.join(self.uri, name), table, schema)
 

@@ -91,6 +91,7 @@ class Lineage:
         kinds = {
             "run": self._send_run,
             "resume": self._send_resume,
+            "attempt": self._send_attempt,
             "step": self._send_step,
             "checkpoint": self._send_checkpoint,
             "end": self._send_end,
@@ -128,6 +129,16 @@ class Lineage:
 
     def _send_resume(self, record: Record) -> None:
         self._client.update_run(self._run(record, "run"), status="RUNNING")
+
+    def _send_attempt(self, record: Record) -> None:
+        """A nested run whose parameters are the changed values, each with the value before as a tag."""
+        run, parent = self._run(record, record["id"]), self._run(record, "run")
+        now = dict(flatten({key: after for key, (_, after) in record["changes"].items()}))
+        before = {f"before.{key}": json.dumps(value) for key, (value, _) in record["changes"].items()}
+        tags = own_tags(record["tags"] | before) | aliases(now)
+        _log(self._client, run, tags=tags, params={legal_name(name): value for name, value in now.items()})
+        self._client.set_terminated(run, "FINISHED", end_time=record["time_ms"])
+        self._client.update_run(parent, status="RUNNING")
 
     def _send_step(self, record: Record) -> None:
         run, parent = self._run(record, record["id"], step=record["step"]), self._run(record, "run")
@@ -168,9 +179,11 @@ class Lineage:
     def _create_run(self, record: Record, name: str, uid: str, step: int | None) -> str:
         tags = {UID: uid, PREFIX + "run_id": record["run_id"]}
         title = record["run_id"]
-        if step is not None:
-            tags |= {"mlflow.parentRunId": self._run(record, "run"), PREFIX + "step": str(step)}
+        if name != "run":
+            tags["mlflow.parentRunId"] = self._run(record, "run")
             title = f"{record['run_id']}/{name}"
+        if step is not None:
+            tags[PREFIX + "step"] = str(step)
         run = self._client.create_run(self._experiment_id, start_time=record["time_ms"], tags=tags, run_name=title)
         return str(run.info.run_id)
 

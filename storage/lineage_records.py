@@ -38,6 +38,14 @@ def resume_record(run_id: str) -> Record:
     return _record("resume", f"resume-{time.time_ns()}", run_id)
 
 
+def attempt_record(run_id: str, attempt: int, changes: Mapping[str, Sequence[Any]], *, tags: Tags) -> Record:
+    """A run goes on: `changes` maps `section.field` to its value before and after."""
+    name = f"attempt-{attempt:06d}"
+    return _record(
+        "attempt", name, run_id, changes={key: list(pair) for key, pair in changes.items()}, tags=_texts(tags)
+    )
+
+
 def step_record(
     run_id: str, step: int, *, metrics: Mapping[str, float], tables: Mapping[str, TableRef], tags: Tags
 ) -> Record:

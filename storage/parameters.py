@@ -209,6 +209,8 @@ class EnginesSection(Section):
     """Requests a rollout engine decodes together."""
     start_timeout_seconds: PositiveFloat = 300.0
     """Deadline for an engine to become ready."""
+    max_restarts: NonNegativeInt = 3
+    """Times that dead engines are started again in one attempt at a run; then the run fails."""
 
 
 class TrackingSection(Section):

@@ -11,8 +11,8 @@ from prefect.cache_policies import NO_CACHE
 
 from milepost.engines.protocols import PauseMode, RolloutEngine, TrainEngine, WeightSource, WeightVersion
 from milepost.router.client import set_weight_version
-from milepost.storage import checkpoints, files, retention
-from milepost.storage.parameters import CheckpointSection, SyncSection
+from milepost.storage import checkpoints, files
+from milepost.storage.parameters import SyncSection
 from milepost.storage.runs import RunFolder
 
 KEEP_EXPORTS = 2
@@ -68,20 +68,17 @@ async def push_weights(
     return source.version
 
 
-def save_checkpoint(
-    version: WeightVersion, keep: CheckpointSection | None, *, folder: RunFolder, trainer: TrainEngine
-) -> str:
-    """Save and publish a checkpoint of `version`, then remove those that `keep` does not ask for.
+def save_checkpoint(version: WeightVersion, *, folder: RunFolder, trainer: TrainEngine) -> str:
+    """Save and publish a checkpoint of `version`.
 
     One that is there already, complete and of these weights, stays as it is: a step that is repeated after a crash
-    never trades a checkpoint for none.
+    never trades a checkpoint for none. Older ones are removed by storage.retention once the step is closed, because
+    until then the run goes back to one of them.
     """
     uri = folder.checkpoint(version.step)
     if not checkpoints.holds(folder, version):
         checkpoints.withdraw(folder, version.step)
         checkpoints.publish(folder, trainer.save(uri))
-    if keep is not None:
-        retention.retain(folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
     return uri
 
 
@@ -95,14 +92,10 @@ async def sync_weights(
     trainer: TrainEngine,
     engines: list[RolloutEngine],
     router_url: str,
-    keep: CheckpointSection | None = None,
 ) -> Synced:
-    """Push the weights after `version` steps to every engine, and save a checkpoint of them when `save` is set.
-
-    `keep` says which older checkpoints stay; all do when it is left out.
-    """
+    """Push the weights after `version` steps to every engine, and save a checkpoint of them when `save` is set."""
     pushed = await push_weights(version, sync, folder=folder, trainer=trainer, engines=engines, router_url=router_url)
     if not save:
         return Synced(pushed, "")
-    uri = await asyncio.to_thread(save_checkpoint, pushed, keep, folder=folder, trainer=trainer)
+    uri = await asyncio.to_thread(save_checkpoint, pushed, folder=folder, trainer=trainer)
     return Synced(pushed, uri)

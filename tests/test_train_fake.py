@@ -8,11 +8,12 @@ import pytest
 
 from milepost.engines.fleet import Fleet, fleet
 from milepost.flows.iteration import iteration
-from milepost.flows.plan import make_plan
+from milepost.flows.loop import recover
 from milepost.flows.recipe import load_recipe
 from milepost.flows.report import write_report
 from milepost.flows.sql import query
-from milepost.flows.train import create_run, first_position, train
+from milepost.flows.start import Launched, begin_run
+from milepost.flows.train import train
 from milepost.storage import files, manifest, runs
 from milepost.storage.journal import StepStore
 from milepost.storage.parameters import Parameters
@@ -99,31 +100,28 @@ def test_prompts_are_served_in_turn_over_the_steps_and_wrap(tmp_path: Path, mode
 def test_a_slow_shard_delays_no_other(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
     """One prompt generates slowly: the other shards are scored and filtered before its shard is generated."""
     chosen = parameters(model_dir, prompts(8), "data.shuffle=false")
-    plan = make_plan("overlap", str(tmp_path), 1, chosen)
     folder = runs.run_folder(str(tmp_path), "overlap")
-    launched = create_run(plan, folder)
-    slow = plan.prompts.prompts[5].prompt_token_ids[0]
+    launched = begin_run(str(tmp_path), folder, 1, chosen, fence=0)
+    slow = read_table(TableRef(**launched.record.data["prompts"]))["prompt_token_ids"][5].as_py()[0]
     engine_options = {"slow_token": slow, "slow_seconds": 0.4}
-    with fleet("overlap", chosen, plan.model_dir, engine_options=engine_options) as engines:
+    with fleet("overlap", chosen, model_dir, engine_options=engine_options) as engines:
         asyncio.run(_one_step(launched, engines, str(tmp_path)))
     done = {commit.slot: commit.committed_at for commit in StepStore(folder.step(0), "overlap", 0).commits()}
     slow_shard, others = 5 % 4, [shard for shard in range(4) if shard != 5 % 4]
     assert all(done[f"filter-r0-s{shard:03d}"] < done[f"generate-r0-s{slow_shard:03d}"] for shard in others)
 
 
-async def _one_step(launched: Any, engines: Fleet, root: str) -> None:
-    await iteration(root, "overlap", 0, await first_position(launched, engines))
+async def _one_step(launched: Launched, engines: Fleet, root: str) -> None:
+    step, position = await recover(launched, engines)
+    await iteration(root, "overlap", step, position)
 
 
-def test_a_name_that_is_taken_is_refused_and_nothing_is_touched(
-    tmp_path: Path, model_dir: str, prompts: Prompts
-) -> None:
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
     chosen = parameters(model_dir, prompts())
     folder = trained("taken", tmp_path, chosen, steps=1)
     before = manifest.manifest_digest(folder, 0)
-    with pytest.raises(runs.RunExists, match="'taken' already exists"):
-        trained("taken", tmp_path, chosen, steps=1)
-    assert manifest.manifest_digest(folder, 0) == before
+    assert trained("taken", tmp_path, chosen, steps=1) == folder
+    assert manifest.manifest_digest(folder, 0) == before and manifest.finished_steps(folder) == [0]
 
 
 def test_filtering_that_starves_takes_its_rounds_and_then_its_policy(

@@ -17,10 +17,10 @@ from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
 from milepost.flows import iteration as flow
 from milepost.flows.data import arithmetic_problems, write_prompts
 from milepost.flows.iteration import Collected, Position, StepContext, iteration, open_step
-from milepost.flows.plan import make_plan
+from milepost.flows.loop import recover
 from milepost.flows.recipe import load_recipe
 from milepost.flows.services import prefect_api
-from milepost.flows.train import Launched, create_run, first_position
+from milepost.flows.start import Launched, begin_run
 from milepost.storage import runs
 from milepost.storage.parameters import Parameters
 from milepost.storage.tables import TableRef
@@ -110,19 +110,18 @@ def fake_parameters(folder: Path) -> Parameters:
 
 
 async def timed(launched: Launched, engines: Fleet, root: str, steps: int, one: Step) -> list[float]:
-    position = await first_position(launched, engines)
+    begin, position = await recover(launched, engines)
     seconds = []
-    for step in range(steps):
+    for step in range(begin, steps):
         begun = time.perf_counter()
-        position = await one(root, launched.plan.run, step, position)
+        position = await one(root, launched.folder.run_id, step, position)
         seconds.append(time.perf_counter() - begun)
     return seconds
 
 
 def measure(name: str, root: str, steps: int, parameters: Parameters, one: Step) -> float:
-    plan = make_plan(name, root, steps, parameters)
-    launched = create_run(plan, runs.run_folder(root, name))
-    with fleet(name, parameters, plan.model_dir):
+    launched = begin_run(root, runs.run_folder(root, name), steps, parameters, fence=0)
+    with fleet(name, parameters, parameters.model.path):
         seconds = asyncio.run(timed(launched, connect_fleet(name, parameters), root, steps, one))
     return statistics.median(seconds)
 

@@ -12,7 +12,7 @@ from milepost.storage.verify import verify
 
 def main(steps: int = 1000) -> None:
     with tempfile.TemporaryDirectory() as root:
-        made = make_run(root, steps, prompts=500, groups=8, samples=8, tokens=64)
+        made = make_run(root, steps, prompts=500, groups=8, samples=8, tokens=64, shards=4)
         started = time.perf_counter()
         found = verify(made.folder)
         seconds = time.perf_counter() - started

@@ -25,8 +25,6 @@ from milepost.tasks.optimize import batches, first_groups, with_advantages
 from milepost.tasks.score import with_verdicts
 from milepost.tasks.verdict import Verdict
 
-SHARDS = 2
-
 
 @dataclass(frozen=True)
 class MadeRun:
@@ -49,14 +47,16 @@ def version(step: int) -> WeightVersion:
     return WeightVersion(step, files.digest_of(str(step).encode())[:32])
 
 
-def begin_run(root: str, *, prompts: int = 12, groups: int = 4, samples: int = 2, tokens: int = 5) -> MadeRun:
+def begin_run(
+    root: str, *, prompts: int = 12, groups: int = 4, samples: int = 2, tokens: int = 5, shards: int = 2
+) -> MadeRun:
     """A run that has no step yet."""
     folder = runs.run_folder(root, "made")
     parameters = Parameters.model_validate(
         {
             "data": {"rollout_batch_size": groups, "n_samples_per_prompt": samples, "seed": 7},
             "algorithm": {"num_steps_per_rollout": 2, "old_logprobs": "rollout"},
-            "rollout": {"shards": SHARDS, "max_new_tokens": tokens},
+            "rollout": {"shards": shards, "max_new_tokens": tokens},
             "filter": {"group": "nonzero_std"},
         }
     )
@@ -98,9 +98,10 @@ def add_step(made: MadeRun, step: int, **changed: dict[str, Any]) -> None:
     picks, cursor = take(plan.rollout_batch_size, Cursor(**before), size=made.prompts.num_rows, seed=7)
     served = prompt_table(made.prompts, picks, step=step, round_=0)
     _commit(store, Slot("sample"), {"prompts": served}, PROMPTS, record={"cursor": asdict(cursor)})
+    shards = made.parameters.rollout.shards
     filtered = [
-        _shard(store, served.take(list(range(shard, served.num_rows, SHARDS))), shard, made.parameters, changed)
-        for shard in range(SHARDS)
+        _shard(store, served.take(list(range(shard, served.num_rows, shards))), shard, made.parameters, changed)
+        for shard in range(shards)
     ]
     trained = _optimize(store, made.parameters, filtered, changed.get("optimize", {}))
     counts = accounting(served["group_id"].to_pylist(), concat(filtered, ROLLOUTS), trained)

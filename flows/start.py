@@ -1,0 +1,105 @@
+"""How a run begins, and how one that is there goes on: both end in a `Launched` that the loop works on."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from milepost.flows.plan import RunPlan, load_eval_prompts, make_plan, notices
+from milepost.flows.progress import say
+from milepost.storage import attempts, files, manifest, runs
+from milepost.storage.attempts import Changes
+from milepost.storage.parameters import Parameters
+from milepost.storage.prompts import PromptSet
+from milepost.storage.provenance import provenance
+from milepost.storage.runs import RunFolder, RunRecord
+from milepost.storage.schema import PROMPTS
+from milepost.storage.tables import TableRef, write_table
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run that is recorded and held: everything the loop needs. `changes` is what this attempt changed."""
+
+    root: str
+    folder: RunFolder
+    record: RunRecord
+    fence: int = 0
+    attempt: int = 1
+    changes: Changes | None = None
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.record.parameters
+
+    @property
+    def eval_prompts(self) -> TableRef | None:
+        found = self.record.data["eval"]
+        return TableRef(**found) if found else None
+
+    @property
+    def is_finished(self) -> bool:
+        return len(manifest.finished_steps(self.folder)) >= self.record.steps
+
+
+def _store_prompts(folder: RunFolder, prompts: PromptSet, name: str) -> dict[str, Any]:
+    return asdict(write_table(folder.prompts(name), prompts.table, PROMPTS))
+
+
+def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
+    """Publish the run's prompts and then its `run.json`; a name that is taken is refused. `fence` is the caller's."""
+    held_out = _store_prompts(folder, plan.eval_prompts, "eval") if plan.eval_prompts else None
+    data = {
+        "prompts": _store_prompts(folder, plan.prompts, "train"),
+        "eval": held_out,
+        "too_long": plan.prompts.too_long,
+        "bad_lines": plan.prompts.bad_lines,
+    }
+    record = RunRecord(
+        run_id=plan.run,
+        steps=plan.steps,
+        parameters=plan.parameters,
+        parameters_digest=runs.parameters_digest(plan.parameters),
+        provenance=provenance(),
+        data=data,
+        model={"path": plan.parameters.model.path, "folder": plan.model_dir, "config": plan.model_config},
+    )
+    runs.create(folder, record)
+    return Launched(plan.root, folder, record, fence)
+
+
+def begin_run(root: str, folder: RunFolder, steps: int, parameters: Parameters, *, fence: int) -> Launched:
+    """Plan a new run and create it."""
+    quarantine = files.join(folder.uri, "quarantine.jsonl")
+    plan = make_plan(folder.run_id, root, steps, parameters, quarantine_uri=quarantine)
+    for notice in notices(plan):
+        say(notice)
+    return create_run(plan, folder, fence=fence)
+
+
+def reopen_run(
+    root: str,
+    folder: RunFolder,
+    steps: int | None,
+    parameters: Parameters | None,
+    *,
+    allowed: Sequence[str] = (),
+    fence: int = 0,
+) -> Launched:
+    """Go on with a run; what is None stays as it was. A change that is not allowed is refused and nothing recorded."""
+    before = attempts.current(folder)
+    chosen = parameters or before.parameters
+    evaluation = _evaluation(folder, chosen, before)
+    wanted = before.steps if steps is None else steps
+    attempt = attempts.begin(folder, chosen, steps=wanted, allowed=allowed, evaluation=evaluation)
+    record = attempts.current(folder)
+    return Launched(root, folder, record, fence, attempt.number, attempt.changes)
+
+
+def _evaluation(folder: RunFolder, parameters: Parameters, before: RunRecord) -> dict[str, Any] | None:
+    """The stored evaluation prompts; those of another path are read and stored first."""
+    same = parameters.eval.path == before.parameters.eval.path
+    if same and (before.data["eval"] or not parameters.eval.every_steps):
+        stored: dict[str, Any] | None = before.data["eval"]
+        return stored
+    found = load_eval_prompts(parameters, before.model["folder"])
+    return _store_prompts(folder, found, "eval") if found else None
