@@ -93,10 +93,10 @@ def load_table(uri: str, ref: TableRef) -> pa.Table | Fault:
 
 
 def _decode(data: bytes) -> pa.Table:
-    """The table in the newest schema; one that has it already is checked without a copy."""
+    """The table in the newest schema; one that was written in it is checked without a copy."""
     table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read(use_threads=False)
     schema = SCHEMAS[schema_name(table.schema)]
-    if not table.schema.equals(schema, check_metadata=True):
+    if table.schema.metadata != schema.metadata or not table.schema.equals(schema):
         return migrate(table)
     for index, field in enumerate(schema):
         if not field.nullable and table.column(index).null_count:

@@ -79,11 +79,8 @@ def test_the_classes_of_an_epoch_sum_to_its_prompts(tmp_path: Path) -> None:
 
 def test_a_step_in_several_epochs_is_counted_in_each(tmp_path: Path) -> None:
     found = epoch_accounting(make_run(str(tmp_path), 2, prompts=3).folder)
-    assert [sum(counts.get(name, 0) for name in ("trained", "filtered: zero_std")) for counts in found.values()] == [
-        3,
-        3,
-        2,
-    ]
+    ended = ("trained", "filtered: zero_std")
+    assert [sum(counts.get(name, 0) for name in ended) for counts in found.values()] == [3, 3, 2]
 
 
 def test_a_step_that_is_not_finished_leaves_its_prompts_pending(tmp_path: Path) -> None:
