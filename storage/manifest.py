@@ -1,6 +1,6 @@
 """The manifest of a step: digests of everything in it and of the manifest before it, published last."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from milepost.storage import files, lease
@@ -42,10 +42,22 @@ def manifest_digest(folder: RunFolder, step: int) -> str:
 
 
 def publish(folder: RunFolder, manifest: StepManifest) -> None:
-    """LeaseLost, and nothing published, when the run was taken over."""
+    """LeaseLost, and nothing published, when the run was taken over.
+
+    A step that the owner before closed in the same way, while it was taken over, stays as it is.
+    """
     if manifest.fence:
         lease.check_fence(folder.uri, manifest.fence)
-    files.publish_json(folder.manifest(manifest.step), asdict(manifest))
+    try:
+        files.publish_json(folder.manifest(manifest.step), asdict(manifest))
+    except files.AlreadyPublished:
+        if _outcome(load(folder, manifest.step)) != _outcome(manifest):
+            raise
+
+
+def _outcome(manifest: StepManifest) -> StepManifest:
+    """What has to be equal when two owners close a step: all but how long it took, and who was first."""
+    return replace(manifest, metrics={}, fence=0)
 
 
 def load(folder: RunFolder, step: int) -> StepManifest:

@@ -1,5 +1,6 @@
 """Two processes never work on one run, and one that was away too long publishes nothing when it wakes up."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,17 +9,36 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from milepost.flows.recipe import load_recipe
+from milepost.flows.train import train
 from milepost.storage import files, lease, manifest, runs
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.lease import LeaseHeld, LeaseLost, hold
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 
+from .conftest import Prompts
+
 SLOT = Slot("generate", 0, 1)
+
+SMALL = [
+    'engines.train="fake"',
+    'engines.rollout="fake"',
+    "data.apply_chat_template=false",
+    "data.rollout_batch_size=4",
+    "data.n_samples_per_prompt=2",
+    "algorithm.num_steps_per_rollout=1",
+    "model.context_length=32",
+    "rollout.max_new_tokens=4",
+    "rollout.shards=2",
+    "reward.name=exact",
+    "tracking.enabled=false",
+]
 
 OWNER = """
 import sys
@@ -170,6 +190,15 @@ def test_a_replaced_owner_closes_no_step(folder: RunFolder) -> None:
     assert manifest.finished_steps(folder) == []
 
 
+def test_a_step_that_the_owner_before_closed_in_the_same_way_stays(folder: RunFolder) -> None:
+    first = StepManifest("run", 0, "", "0-a", "1-b", "", {"epoch": 0}, [], {"served": 8}, {"time/score": 1.0})
+    manifest.publish(folder, first)
+    manifest.publish(folder, replace(first, metrics={"time/score": 2.0}))
+    assert manifest.load(folder, 0) == first
+    with pytest.raises(files.AlreadyPublished, match="manifest.json"):
+        manifest.publish(folder, replace(first, version_out="1-c"))
+
+
 def test_the_heartbeat_decides_about_an_owner_on_another_host(folder: RunFolder) -> None:
     with hold(folder, clock=lambda: 1000.0) as held:
         rewrite_owner(folder, host="elsewhere", pid=2**22 + 1)
@@ -242,3 +271,20 @@ def test_exactly_one_of_many_processes_gets_the_run(folder: RunFolder, tmp_path:
         assert winner.stdout.readline() == "1\n"
         errors = [process.communicate()[1] for process in racing if process is not winner]
         assert all(f"LeaseHeld: process {winner.pid} on" in error for error in errors)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server", "ray_cluster")
+def test_a_training_run_is_leased_and_says_so_in_all_it_stores(
+    tmp_path: Path, folder: RunFolder, model_dir: str, prompts: Prompts
+) -> None:
+    overrides = [*SMALL, f"model.path={model_dir}", f"data.path={prompts()}"]
+    chosen, _ = load_recipe(None, overrides)
+    sections = {name: getattr(chosen, name) for name in type(chosen).model_fields}
+    with hold(folder), pytest.raises(LeaseHeld, match=f"process {os.getpid()} on"):
+        asyncio.run(train(run="run", root=str(tmp_path), steps=1, **sections))
+    assert files.names(folder.uri) == ["lease"]
+    asyncio.run(train(run="run", root=str(tmp_path), steps=1, **sections))
+    assert manifest.load(folder, 0).fence == 2
+    assert {commit.fence for commit in store(folder, 0).commits()} == {2}
+    assert files.exists(files.join(folder.uri, "lease", "000002.released"))
