@@ -45,7 +45,7 @@ def retain(folder: RunFolder, *, keep_last: int, keep_every: int = 0, also: Set[
 
     Stay: the `keep_last` newest complete ones, those of versions that `keep_every` divides (0: none), pinned ones and
     `also`. Folders without a manifest are left-overs of a save or removal that did not end, and go in any case. To be
-    called while no checkpoint is being saved, after one was published.
+    called when the step that saved the newest one is closed: until then the run goes back to one before it.
     """
     whole = checkpoints.complete(folder, hashes=False)
     if not whole:

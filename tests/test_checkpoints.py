@@ -10,7 +10,6 @@ from milepost.engines.fake_rank import FakeRank
 from milepost.engines.protocols import UpdateParams
 from milepost.storage import checkpoints, files, retention
 from milepost.storage.checkpoints import CheckpointRef, DamagedCheckpoint
-from milepost.storage.parameters import CheckpointSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef
 from milepost.storage.weight_version import WeightVersion
@@ -198,7 +197,7 @@ def test_a_fake_trainer_restores_what_it_had_and_forgets_what_came_after(folder:
     for key in ("a", "b"):
         rank.step(batch(key), update, key)
     pushed = rank.weights(folder.weights(1), 1).version
-    save_checkpoint(pushed, None, folder=folder, trainer=rank)
+    save_checkpoint(pushed, folder=folder, trainer=rank)
     end = rank.step(batch("c"), update, "c")
     weights = rank.weights(folder.weights(2), 2).version
     for restored in (rank, FakeRank(0, 1, None)):
@@ -215,14 +214,14 @@ def test_a_fake_trainer_restores_what_it_had_and_forgets_what_came_after(folder:
 
 
 def test_a_repeated_step_keeps_the_checkpoint_it_has_and_replaces_a_damaged_one(folder: RunFolder) -> None:
-    rank, keep = FakeRank(0, 1, None), CheckpointSection(keep_last=1)
+    rank = FakeRank(0, 1, None)
     for number in (1, 2):
         rank.step(batch(str(number)), UpdateParams("ppo_clip"), str(number))
         pushed = rank.weights(folder.weights(number), number).version
-        save_checkpoint(pushed, keep, folder=folder, trainer=rank)
+        save_checkpoint(pushed, folder=folder, trainer=rank)
     published = path(folder, 2, "checkpoint.json").stat().st_ino
-    save_checkpoint(pushed, keep, folder=folder, trainer=rank)
+    save_checkpoint(pushed, folder=folder, trainer=rank)
     assert path(folder, 2, "checkpoint.json").stat().st_ino == published
     path(folder, 2, "fake.json").write_text("{}")
-    save_checkpoint(pushed, keep, folder=folder, trainer=rank)
-    assert checkpoints.complete(folder) == [2]
+    save_checkpoint(pushed, folder=folder, trainer=rank)
+    assert checkpoints.complete(folder) == [1, 2]
