@@ -18,12 +18,10 @@ from milepost.storage.prompt_order import Cursor, prompt_table, take
 from milepost.storage.provenance import Provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS, ROLLOUTS, from_rows
-from milepost.storage.tables import concat, write_table
+from milepost.storage.tables import concat, with_columns, write_table
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.filters import filter_table
 from milepost.tasks.optimize import batches, first_groups, with_advantages
-from milepost.tasks.score import with_verdicts
-from milepost.tasks.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -129,12 +127,7 @@ def _shard(
         [row | changed.get("generate", {}) for row in _samples(store, prompts, shard, parameters)], ROLLOUTS
     )
     _commit(store, Slot("generate", 0, shard), {"rollouts": generated}, ROLLOUTS)
-    # Every fourth group is solved by all or by none, which the filter drops.
-    scores = [
-        0.0 if int(group[-4:]) % 4 == 3 else float(row % 2)
-        for row, group in enumerate(generated["group_id"].to_pylist())
-    ]
-    scored = with_verdicts(generated, [Verdict(score, {}, "", "made", 0.0) for score in scores])
+    scored = _scored(generated)
     scored = _changed(scored, changed.get("score", {}))
     _commit(store, Slot("score", 0, shard), {"rollouts": scored}, ROLLOUTS)
     filtered = _changed(filter_table(scored, parameters.filter.group), changed.get("filter", {}))
@@ -142,10 +135,12 @@ def _shard(
     return filtered
 
 
-def _verdicts(groups: list[str]) -> list[Verdict]:
+def _scored(table: pa.Table) -> pa.Table:
     """Half of a group solves its prompt, but for every fourth group, which the filter drops."""
-    scores = [0.0 if int(group[-4:]) % 4 == 3 else float(row % 2) for row, group in enumerate(groups)]
-    return [Verdict(score, {}, "", "made", 0.0) for score in scores]
+    groups = table["group_id"].to_pylist()
+    rewards = [0.0 if int(group[-4:]) % 4 == 3 else float(row % 2) for row, group in enumerate(groups)]
+    parts = [[("made", reward)] for reward in rewards]
+    return with_columns(table, {"reward": list(rewards), "rewards": list(parts), "verdict": ["{}"] * len(groups)})
 
 
 def _changed(table: pa.Table, values: dict[str, Any]) -> pa.Table:
