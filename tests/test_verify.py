@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
+from milepost.flows.report import write_report
 from milepost.storage import files, manifest, runs
+from milepost.storage.accounting import epoch_accounting
 from milepost.storage.retention import retain
 from milepost.storage.runs import RunFolder
 from milepost.storage.verify import Verification, verify
 from milepost.storage.verify_tables import RESTORE, Fault
 
 from .bench.made_run import MadeRun, add_step, begin_run, make_run
+from .conftest import Prompts
 from .test_cli import milepost
+from .test_train_fake import parameters, trained
 
 STEPS = 4
 
@@ -265,3 +269,26 @@ def test_the_command_lists_faults_and_exits_with_three(made: MadeRun) -> None:
     listed = milepost("verify", "made", "--root", root, "--json")
     assert listed.returncode == 3
     assert [fault["file"] for fault in json.loads(listed.stdout)["faults"]] == [str(table)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server", "ray_cluster")
+def test_a_run_of_the_whole_dag_has_no_fault_and_reports_its_epochs(
+    tmp_path: Path, model_dir: str, prompts: Prompts
+) -> None:
+    """Twelve prompts, eight a round: rounds, steps and epochs do not end together."""
+    rounds = ['filter.group="nonzero_std"', "filter.max_rounds=2", "checkpoint.every_steps=1"]
+    chosen = parameters(model_dir, prompts(12), *rounds, f"eval.path={prompts(4, name='held.jsonl')}")
+    folder = trained("whole", tmp_path, chosen, steps=3)
+    found = verify(folder)
+    assert (found.faults, found.steps) == ([], 3) and found.checkpoints
+    assert set(epoch_accounting(folder)) >= {0, 1}
+    assert "how each of them ended" in files.read(write_report(folder)).decode()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server", "ray_cluster")
+def test_a_step_that_was_skipped_has_no_fault(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    starving = ["reward.name=tests.rewards_for_tests:always_one", 'filter.group="nonzero_std"']
+    chosen = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="skip_step"')
+    assert verify(trained("skipped", tmp_path, chosen, steps=2)).faults == []
