@@ -1,10 +1,11 @@
 """One step of a run, checked on its own but for the manifest before it, which says where it began."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 from milepost.storage import files
 from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan
+from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef
 from milepost.storage.verify_batches import check_batches, check_results
@@ -12,6 +13,8 @@ from milepost.storage.verify_prompts import Served, check_served
 from milepost.storage.verify_samples import check_groups, check_kept, check_rows, check_stage, check_versions
 from milepost.storage.verify_stored import SHARDED, Entry, SlotKey, StoredStep, read_entries, read_tables
 from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, Stack, base_name, load_json, stack
+
+_MANIFEST_FIELDS = [item.name for item in fields(StepManifest) if item.default is MISSING]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ def check_step(facts: RunFacts, step: int) -> StepFindings:
 def _manifest(folder: RunFolder, step: int, findings: StepFindings) -> Entry | None:
     found = load_json(folder.manifest(step))
     if not isinstance(found, Fault):
-        return found
+        lacking = [name for name in _MANIFEST_FIELDS if name not in found]
+        if not lacking:
+            return found
+        found = Fault(folder.manifest(step), f"has no {lacking[0]!r}", RESTORE)
     if step == findings.step:
         findings.faults.append(found)
     return None  # the step before reports its own

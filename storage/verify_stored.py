@@ -66,7 +66,11 @@ def read_entries(uri: str, faults: list[Fault]) -> dict[SlotKey, Entry]:
         found = load_json(file)
         if isinstance(found, Fault):
             faults.append(found)
-        elif f"{found.get('slot')}.json" != name or not {"key", "tables", "record"} <= found.keys():
+        elif (
+            f"{found.get('slot')}.json" != name
+            or not _SLOT.fullmatch(found["slot"])
+            or not {"key", "tables", "record"} <= found.keys()
+        ):
             faults.append(Fault(file, "is not a commit of the slot that it is named after", RESTORE))
         else:
             entries[parse_slot(found["slot"])] = found

@@ -113,6 +113,17 @@ def test_a_torn_manifest_is_a_fault_and_no_traceback(made: MadeRun) -> None:
     assert "is not JSON" in only(verify(made.folder)).problem
 
 
+def test_a_manifest_that_lacks_a_field_is_a_fault(made: MadeRun) -> None:
+    rewrite(made.folder.manifest(3), lambda content: content.pop("cursor"))
+    assert only(verify(made.folder)).problem == "has no 'cursor'"
+
+
+def test_a_foreign_file_in_a_journal_is_a_fault(made: MadeRun) -> None:
+    path = made.step(3) / "journal" / "notes.json"
+    path.write_text('{"slot": "notes", "key": "", "tables": {}, "record": {}}')
+    assert only(verify(made.folder)).file == str(path)
+
+
 def test_a_commit_that_differs_from_its_manifest_is_a_fault(made: MadeRun) -> None:
     path = made.step(3) / "journal" / "score-r0-s000.json"
     rewrite(path, lambda content: content.update(key="other"))
