@@ -10,11 +10,12 @@ import threading
 import time
 from typing import Any
 
-import ray
 import uvicorn
 
 from milepost.engines import cluster
 from milepost.storage.registry import load_dotted
+
+import ray  # isort: skip  (after cluster, which sets how it authenticates)
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 5.0
@@ -141,6 +142,6 @@ def wait_until_serving(handle: Any, name: str, *, timeout_seconds: float) -> str
 
 def stop_serving_actor(handle: Any) -> None:
     """Have an actor `stop`, which lets answers go out, and end it in any case."""
-    with contextlib.suppress(cluster.EngineTimeout, ray.exceptions.RayActorError):
+    with contextlib.suppress(cluster.EngineFailure):
         cluster.wait(handle.stop.remote(), 3 * STOP_SECONDS, what="stopping")
     cluster.kill(handle)

@@ -20,6 +20,7 @@ import ray
 NAMESPACE = "milepost"
 CONTROL = "control"  # the concurrency group of methods that answer while an actor works
 POLL_SECONDS = 0.2
+NAME_SECONDS = 15.0
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,6 +36,10 @@ class EngineTimeout(EngineFailure):
 
 class EngineDied(EngineFailure):
     """The process of an engine ended."""
+
+
+class EngineNameTaken(RuntimeError):
+    """Another engine has the name."""
 
 
 class EngineMissing(EngineFailure, LookupError):
@@ -78,12 +83,21 @@ def start_actor(
 ) -> Any:
     """A new actor called `name`, owned by this process, with `abort` and `health` callable while it works.
 
-    Fails at once when the name is taken, so that two runs never share an actor.
+    Two runs never share an actor: a name that is still taken after `NAME_SECONDS`, which Ray needs to notice that an
+    actor died, is EngineNameTaken.
     """
     remote = ray.remote(
         num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, max_concurrency=1, concurrency_groups={CONTROL: 2}
     )(actor_class)
-    return remote.options(name=name, namespace=NAMESPACE).remote(*args, **kwargs)
+    named = remote.options(name=name, namespace=NAMESPACE)
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            return named.remote(*args, **kwargs)
+        except ray.exceptions.ActorAlreadyExistsError:
+            if time.monotonic() > deadline:
+                raise EngineNameTaken(f"an engine called {name!r} is running already: stop that run first") from None
+            time.sleep(POLL_SECONDS)
 
 
 def actor(name: str) -> Any:

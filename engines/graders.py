@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from milepost.engines import cluster
 from milepost.engines.grader_process import MEMORY_BYTES, START_SECONDS, Answer, Call, GraderProcess
+
+import ray  # isort: skip  (after cluster, which sets how it authenticates)
 
 __all__ = ["Answer", "Call", "GraderPool"]
 

@@ -5,14 +5,14 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from milepost.engines import cluster
 from milepost.engines.app_server import HttpServer, stop_serving_actor, wait_until_serving
 from milepost.engines.embedded_api import build_app
 from milepost.engines.embedded_backend import EmbeddedBackend
 from milepost.engines.fake_backend import CharacterText, FakeModel
 from milepost.engines.protocols import PauseMode, WeightSource, WeightVersion
+
+import ray  # isort: skip  (after cluster, which sets how it authenticates)
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 

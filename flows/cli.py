@@ -1,6 +1,7 @@
 """The command line. Errors are one sentence on stderr: exit code 2 for bad input, 1 for a run that failed."""
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -272,5 +273,6 @@ def _run(arguments: list[str], *, debug: bool) -> int:
 def main() -> None:
     """Run a command; every failure is one sentence, and --debug shows its traceback. SIGTERM ends in good order."""
     signal.signal(signal.SIGTERM, _terminate)
+    sys.path.append(os.getcwd())  # a person's own `module:function` lies beside where the command is typed
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     sys.exit(_run(arguments, debug="--debug" in sys.argv))

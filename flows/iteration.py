@@ -14,6 +14,7 @@ from milepost.storage.journal import StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
 from milepost.storage.prompt_order import Cursor
+from milepost.storage.retention import retain
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
@@ -181,8 +182,12 @@ def close(context: StepContext, collected: Collected, optimized: Optimized, sync
 async def iteration(root: str, run: str, step: int, start: Position) -> Position:
     """Step `step` of `run`, whose engines are running and hold `start.version`."""
     context, steps = open_step(root, run, step, start.version, start.fence)
+    parameters = context.parameters.checkpoint
     collected = await collect(start.cursor, context)
     optimized = await optimize(collected, context)
-    synced = await sync(context, save=checkpoint_due(step, steps, context.parameters.checkpoint.every_steps))
+    synced = await sync(context, save=checkpoint_due(step, steps, parameters.every_steps))
     close(context, collected, optimized, synced)
+    if synced.checkpoint:
+        # Not before the step is closed: until then the run goes back to the checkpoint before.
+        retain(context.folder, keep_last=parameters.keep_last, keep_every=parameters.keep_every)
     return Position(collected.cursor, synced.version, start.fence)

@@ -14,7 +14,7 @@ from milepost.storage.parameters import RewardSection, RolloutSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table
 from milepost.tasks.generate import Sampling, generate_table, prompts_of
-from milepost.tasks.score import score_table
+from milepost.tasks.score import verdicts_of, with_verdicts
 
 Z_95 = 1.959963984540054
 
@@ -78,7 +78,8 @@ async def evaluate_policy(
         place = {"run_id": store.run_id, "step": store.step, "shard": 0}
         served = prompts_of(read_table(prompts))
         table = await generate_table(served, chosen, rollout, router_url=router_url, place=place)
-        scored = await score_table(table, reward, pool=GraderPool.connect(store.run_id, workers=reward.workers))
+        pool = GraderPool.connect(store.run_id, workers=reward.workers)
+        scored = with_verdicts(table, await verdicts_of(table, reward, pool=pool))
         ref = store.write(str(slot), scored, ROLLOUTS)
         commit = store.commit(slot, key, {"rollouts": ref}, record=vars(accuracy(scored)), started=started)
     return Accuracy(**commit.record)

@@ -35,18 +35,23 @@ def grader_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def with_verdicts(table: pa.Table, verdicts: list[Verdict]) -> pa.Table:
-    """The table with reward, rewards and verdict filled. A verdict without a score is a null reward with its reason."""
+    """The table with reward, rewards and verdict filled. A verdict without a score is a null reward with its reason.
+
+    How long a grader took is not in the table: it differs each time, and equal results have to be equal tables.
+    """
     rewards = [verdict.score for verdict in verdicts]
     parts = [list(verdict.parts.items()) for verdict in verdicts]
-    stored = [text.to_json(asdict(verdict)) for verdict in verdicts]
+    stored = [
+        text.to_json({name: value for name, value in asdict(verdict).items() if name != "seconds"})
+        for verdict in verdicts
+    ]
     return with_columns(table, {"reward": list(rewards), "rewards": list(parts), "verdict": list(stored)})
 
 
-async def score_table(table: pa.Table, reward: RewardSection, *, pool: GraderPool) -> pa.Table:
-    """The table with a verdict for every sample."""
+async def verdicts_of(table: pa.Table, reward: RewardSection, *, pool: GraderPool) -> list[Verdict]:
+    """A verdict for every sample, in the order of the rows."""
     rows = grader_rows(table)
-    limit = reward.timeout_seconds
-    return with_verdicts(table, await grade_rows(pool, reward.name, rows, reward.options, timeout_seconds=limit))
+    return await grade_rows(pool, reward.name, rows, reward.options, timeout_seconds=reward.timeout_seconds)
 
 
 @task(task_run_name="score-{shard.round}.{shard.index}", cache_policy=NO_CACHE)
@@ -60,7 +65,9 @@ async def score_rollouts(
     commit = store.committed(slot, key)
     if commit is None:
         pool = GraderPool.connect(run, workers=reward.workers)
-        scored = await score_table(read_table(generated), reward, pool=pool)
-        ref = store.write(str(slot), scored, ROLLOUTS)
-        commit = store.commit(slot, key, {"rollouts": ref}, started=started)
+        table = read_table(generated)
+        verdicts = await verdicts_of(table, reward, pool=pool)
+        ref = store.write(str(slot), with_verdicts(table, verdicts), ROLLOUTS)
+        record = {"grader_seconds": [round(verdict.seconds, 6) for verdict in verdicts]}
+        commit = store.commit(slot, key, {"rollouts": ref}, record=record, started=started)
     return commit.tables["rollouts"]
