@@ -13,7 +13,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check types bench doctor clean
+.PHONY: demo test check types bench chaos doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/milepost demo
@@ -37,6 +37,9 @@ types: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench
+
+chaos: $(VENV)/.installed
+	$(BIN)/python -m tests.chaos
 
 doctor: $(VENV)/.installed
 	$(BIN)/milepost doctor

@@ -42,6 +42,12 @@ def _engine_class(parameters: Parameters) -> Any:
     return FakeEngine if parameters.engines.rollout == "fake" else EmbeddedEngine
 
 
+def _engine_options(parameters: Parameters) -> dict[str, Any]:
+    if parameters.engines.rollout == "fake":
+        return {}
+    return {"trust_remote_code": parameters.model.trust_remote_code}
+
+
 def world_size(parameters: Parameters) -> int:
     model = parameters.model
     return model.tensor_parallel * model.pipeline_parallel * model.data_parallel
@@ -95,7 +101,7 @@ def fleet(
     with ExitStack() as stack:
         engines = []
         for index in range(parameters.engines.rollout_engines):
-            engine = _start_rollout(run, index, parameters, model_dir, engine_options or {})
+            engine = _start_rollout(run, index, parameters, model_dir, engine_options or _engine_options(parameters))
             stack.callback(engine.close)
             engines.append(engine)
         trainer = start_trainer(run, parameters, model_dir)

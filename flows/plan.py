@@ -61,6 +61,11 @@ def _require(value: str, key: str, example: str) -> str:
     return value
 
 
+def model_folder(path: str) -> str:
+    """The Hugging Face folder of a model, made under the state folder when it is a GGUF file."""
+    return resolve_model(path, str(state_folder() / "models"))
+
+
 def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quarantine_uri: str | None = None) -> RunPlan:
     """Check everything that can be checked before processes start; cheap checks come first.
 
@@ -74,7 +79,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     check_lengths(parameters)
     model_path = _require(parameters.model.path, "model.path", "FOLDER")
     data_path = _require(parameters.data.path, "data.path", "prompts.jsonl")
-    model_dir = resolve_model(model_path, str(state_folder() / "models"))
+    model_dir = model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
     _check_context(config, parameters)

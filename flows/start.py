@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from milepost.flows.plan import RunPlan, load_eval_prompts, make_plan, notices
+from milepost.flows.plan import RunPlan, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
@@ -92,7 +93,15 @@ def reopen_run(
     wanted = before.steps if steps is None else steps
     attempt = attempts.begin(folder, chosen, steps=wanted, allowed=allowed, evaluation=evaluation)
     record = attempts.current(folder)
+    require_model(record)
     return Launched(root, folder, record, fence, attempt.number, attempt.changes)
+
+
+def require_model(record: RunRecord) -> None:
+    """Make the model folder of a run again when it came from a package or a GGUF file and is gone; else it must be."""
+    folder = record.model["folder"]
+    if not Path(folder).is_dir() and model_folder(record.model["path"]) != folder:
+        raise FileNotFoundError(f"the model folder {folder} of run {record.run_id!r} is gone: put it back")
 
 
 def _evaluation(folder: RunFolder, parameters: Parameters, before: RunRecord) -> dict[str, Any] | None:

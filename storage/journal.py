@@ -10,7 +10,7 @@ made of the same inputs. So readers trust a commit whatever its fence is.
 """
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -97,6 +97,10 @@ class StepStore:
                 f"now its inputs or parameters give {key[:12]}: restore them or start a new run"
             )
         return commit
+
+    def at(self, step: int) -> "StepStore":
+        """The same run's store of another step."""
+        return replace(self, uri=files.join(self.uri.rsplit("/", 1)[0], f"{step:06d}"), step=step)
 
     def stored(self, slot: Slot) -> Commit | None:
         """What `slot` committed, under whatever key."""

@@ -125,6 +125,8 @@ class AlgorithmSection(Section):
     """Upper clip range, 1 + clip_high; clip_low when empty."""
     aggregation: Literal["sample_mean", "token_mean", "constant"] = "sample_mean"
     """How token losses become one number: mean of sample means, mean of tokens, or sum over a constant."""
+    max_skipped_steps: PositiveInt = 3
+    """Optimizer steps in a row that may be skipped because loss or gradient are not finite; one more fails the run."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Where the ratio's denominator comes from: the trainer before the step, or the rollout engine."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from milepost.tasks.advantages import advantage_columns
 
 _ADVANTAGES_ONLY = {"advantage", "normalize_std"}
 _LOSS_PARAMS = {"clip_low", "clip_high", "aggregation"}
+
+
+class TooManySkips(RuntimeError):
+    """More optimizer steps in a row than allowed had a loss or gradient that was not finite."""
 
 
 class TooFewGroups(RuntimeError):
@@ -46,6 +51,32 @@ def batches(table: pa.Table, count: int) -> list[pa.Table]:
     bounds = [round(index * table.num_rows / count) for index in range(count + 1)]
     slices = [table.slice(start, end - start) for start, end in itertools.pairwise(bounds)]
     return [part for part in slices if part.num_rows]
+
+
+def skipped_in_a_row(applied: Sequence[bool]) -> int:
+    """How many of the newest optimizer steps were skipped, from the oldest to the newest."""
+    return len(list(itertools.takewhile(lambda done: not done, reversed(applied))))
+
+
+def history(store: StepStore) -> list[bool]:
+    """Whether each optimizer step of the run so far was applied, this step's own commit included."""
+    applied: list[bool] = []
+    for step in range(store.step + 1):
+        commit = store.at(step).stored(Slot("optimize"))
+        applied += [result["applied"] for result in commit.record["results"]] if commit else []
+    return applied
+
+
+def require_progress(results: list[UpdateResult], limit: int, store: StepStore) -> None:
+    """TooManySkips when more than `limit` optimizer steps in a row, up to the last of `results`, were skipped."""
+    if not results or results[-1].applied:
+        return
+    skipped = skipped_in_a_row(history(store))
+    if skipped > limit:
+        raise TooManySkips(
+            f"{skipped} optimizer steps in a row had a loss or gradient that is not finite, "
+            f"algorithm.max_skipped_steps allows {limit}: lower optimizer.lr, or look at the batches in {store.uri}"
+        )
 
 
 def update_params(algorithm: AlgorithmSection) -> UpdateParams:
@@ -113,7 +144,11 @@ async def optimize_policy(
     """`plan.num_steps_per_rollout` optimizer steps over the kept samples, in the order of the shards."""
     started = time.monotonic()
     slot = Slot("optimize")
-    config = algorithm.model_dump(mode="json") | asdict(plan) | {"weight_version": weight_version}
+    config = (
+        algorithm.model_dump(mode="json", exclude={"max_skipped_steps"})
+        | asdict(plan)
+        | {"weight_version": weight_version}
+    )
     key = store.key(slot, filtered, config)
     commit = store.committed(slot, key)
     if commit is None:
@@ -131,4 +166,5 @@ async def optimize_policy(
         # The engine may be a new one: it applies what it has not, and answers what it has.
         await asyncio.to_thread(replay, commit, engine)
     results = [UpdateResult(**result) for result in commit.record["results"]]
+    require_progress(results, algorithm.max_skipped_steps, store)
     return Optimized(batch_refs(commit), results)

@@ -4,7 +4,7 @@ import pytest
 
 from milepost.engines.protocols import UpdateResult
 from milepost.storage.schema import ROLLOUTS, from_rows
-from milepost.tasks.optimize import batches, first_groups
+from milepost.tasks.optimize import batches, first_groups, skipped_in_a_row
 from milepost.tasks.steps import rollout_metrics, update_metrics
 
 from .test_tables import rollout
@@ -47,3 +47,10 @@ def test_batches_hold_every_row_once_in_order(count: int, sizes: list[int]) -> N
     parts = batches(table(*(sample("a", number) for number in range(8))), count)
     assert [part.num_rows for part in parts] == sizes
     assert [name for part in parts for name in part["sample_id"].to_pylist()] == [f"a-{n}" for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("applied", "skipped"), [([], 0), ([True], 0), ([False, True], 0), ([False], 1), ([True, False, False], 2)]
+)
+def test_skips_count_only_in_a_row_and_up_to_now(applied: list[bool], skipped: int) -> None:
+    assert skipped_in_a_row(applied) == skipped

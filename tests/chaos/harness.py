@@ -135,23 +135,33 @@ def kill_flow_after(case: Case, boundary: str) -> bool:
     return True
 
 
-def kill_victim(case: Case, victim: str, generator: random.Random, *, fatal: bool) -> bool:
-    """SIGKILL a victim at a random moment after the first commit. A run survives it, unless it is the flow itself."""
+def kill_victim(case: Case, victim: str, generator: random.Random, *, to_the_end: bool) -> bool:
+    """SIGKILL a victim at a random moment after the first commit; false when the run was done before.
+
+    Unless it was the flow's process, the run has to go on: to its end, or for another step.
+    """
     before = committed(case.folder)
     with started(case) as process:
         if not wait_until(lambda: committed(case.folder) != before, process):
             return False
         time.sleep(generator.uniform(0, 1.5))
         family = _family(process.pid)
-        found = family if victim == "flow" else [one for one in family if _title(one).startswith(VICTIMS[victim])]
+        found = family[-1:] if victim == "flow" else [one for one in family if _title(one).startswith(VICTIMS[victim])]
         if not found or process.poll() is not None:
             return False
-        _kill(found[-1] if victim == "flow" else generator.choice(found))
-        if not fatal:
-            code = process.wait(DEADLINE_SECONDS)
-            if code != 0:
-                raise RuntimeError(f"the run did not survive the death of its {victim}: {last_words(case)}")
+        steps = len(manifest.finished_steps(case.folder))
+        _kill(generator.choice(found))
+        if victim != "flow":
+            _require_survival(case, process, victim, steps=None if to_the_end else steps)
     return True
+
+
+def _require_survival(case: Case, process: subprocess.Popen[bytes], victim: str, *, steps: int | None) -> None:
+    """RuntimeError unless the run ends well, or finishes more than `steps` steps."""
+    if steps is not None and wait_until(lambda: len(manifest.finished_steps(case.folder)) > steps, process):
+        return
+    if process.wait(DEADLINE_SECONDS) != 0:
+        raise RuntimeError(f"the run did not survive the death of its {victim}: {last_words(case)}")
 
 
 def _title(process: psutil.Process) -> str:

@@ -1,0 +1,107 @@
+"""The long chaos run: kills at boundaries and at random moments, and a table of what was lost.
+
+python -m tests.chaos [--random 40] [--seed 0] [--engines fake|real]      (or `make chaos`)
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from milepost.engines.tiny_model import write_tiny_model
+from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
+from tests.chaos.harness import (
+    Case,
+    committed,
+    compare,
+    facts,
+    finish,
+    kill_flow_after,
+    kill_victim,
+    served,
+    settings_of,
+)
+
+VICTIMS = ("flow", "engine", "rank", "router", "grader")
+FAKE = ["engines.train=fake", "engines.rollout=fake"]
+
+
+def prepare(root: Path) -> tuple[str, str]:
+    """A tiny model and six prompts."""
+    model, prompts = root / "model", root / "prompts.jsonl"
+    write_character_tokenizer(str(model), "0123456789+-*=")
+    vocabulary = load_tokenizer(str(model)).vocab_size
+    write_tiny_model(str(model), vocab_size=vocabulary, hidden=32, layers=2, heads=4, kv_heads=2, seed=0)
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(6)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(model), str(prompts)
+
+
+def boundaries(calm: Case) -> list[str]:
+    """One boundary of every kind, spread over the steps."""
+    kinds = ["sample-r0", "generate-r0-s000", "score-r0-s001", "filter-r0-s000", "optimize-r0", "manifest"]
+    wanted = [f"{index}/{kind}" for index, kind in enumerate(kinds)]
+    assert set(wanted) <= committed(calm.folder)
+    return wanted
+
+
+def disturb(case: Case, calm: Case, *, kills: int, generator: random.Random) -> dict[str, int]:
+    """Kill and resume; how often each victim was killed. It ends early when the run is done."""
+    done = {victim: 0 for victim in VICTIMS}
+    for boundary in boundaries(calm):
+        done["flow"] += kill_flow_after(case, boundary)
+    for _ in range(kills):
+        victim = generator.choice(VICTIMS)
+        killed = kill_victim(case, victim, generator, to_the_end=False)
+        done[victim] += killed
+        print(f"{victim:8} {'killed' if killed else 'was done before it was killed'}", flush=True)
+        if not killed:
+            break
+    return done
+
+
+def losses(calm: Case, disturbed: Case, *, real: bool) -> dict[str, int]:
+    """What the kills cost, in the words of the promise."""
+    expected, found = served(calm), served(disturbed)
+    differing = compare(calm, disturbed, real=real)
+    steps_of = (facts(case, real=real) for case in (calm, disturbed))
+    applied = [sum(value for name, value in fact.items() if name.endswith("optimizer_steps")) for fact in steps_of]
+    return {
+        "lost prompts": len([prompt for prompt in set(expected) if found.count(prompt) < expected.count(prompt)]),
+        "duplicated prompts": len([prompt for prompt in set(found) if found.count(prompt) > expected.count(prompt)]),
+        "regenerated committed samples": len([name for name in differing if "/generate-" in name]),
+        "double steps": int(applied[1] - applied[0]),
+        "weight mismatches": len([name for name in differing if name.endswith("/weights")]),
+        "other differences": len([name for name in differing if not name.endswith("/weights")]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=40, help="kills at random moments")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engines", choices=["fake", "real"], default="fake")
+    options = parser.parse_args()
+    real = options.engines == "real"
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model, prompts = prepare(root)
+        settings = settings_of(model, prompts, "checkpoint.every_steps=2", *([] if real else FAKE))
+        cases = []
+        for name in ("calm", "disturbed"):
+            (root / name).mkdir()
+            cases.append(Case(root / name, settings, 6 + 3 * options.random))
+        calm, disturbed = cases
+        finish(calm)
+        done = disturb(disturbed, calm, kills=options.random, generator=random.Random(options.seed))
+        finish(disturbed)
+        found = losses(calm, disturbed, real=real)
+    print("| kills | " + " | ".join(found) + " |\n|" + "---|" * (len(found) + 1))
+    print(f"| {sum(done.values())} ({done}) | " + " | ".join(str(value) for value in found.values()) + " |")
+    sys.exit(any(found.values()))
+
+
+if __name__ == "__main__":
+    main()
