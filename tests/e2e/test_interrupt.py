@@ -38,15 +38,29 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def as_from_a_terminal() -> None:
+    """A test that was started in the background would hand down an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "to_group", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 0)])
 def test_an_interrupted_run_leaves_nothing_running(
-    tmp_path: Path, model_dir: str, prompts: Callable[..., str], number: signal.Signals, to_group: bool, code: int
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    model_dir: str,
+    prompts: Callable[..., str],
+    number: signal.Signals,
+    to_group: bool,
+    code: int,
 ) -> None:
     settings = [*SETTINGS, f"model.path={model_dir}", f"data.path={prompts()}"]
     command = [MILEPOST, "train", "--run", "stopped", "--root", str(tmp_path), "--steps", "100000"]
     command += [word for setting in settings for word in ("--set", setting)]
     with open(tmp_path / "stderr", "wb") as errors:
-        process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=errors, stderr=errors, start_new_session=True, preexec_fn=as_from_a_terminal
+        )
+    request.addfinalizer(process.kill)
     folder = runs.run_folder(str(tmp_path), "stopped")
     assert wait_for(lambda: len(manifest.finished_steps(folder)) > 1, 180), (tmp_path / "stderr").read_text()
     started = psutil.Process(process.pid).children(recursive=True)
