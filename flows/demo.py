@@ -12,6 +12,7 @@ from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
 from milepost.flows.curve import terminal_curve
 from milepost.flows.data import Problem, arithmetic_problems, write_prompts
+from milepost.flows.launch import orderly_end
 from milepost.flows.progress import progress_bar, say
 from milepost.flows.recipe import absolute_root, load_recipe
 from milepost.flows.report import Evaluation, curve, evaluations, finished
@@ -120,7 +121,8 @@ def run_demo(root: str, *, seed: int, steps: int | None = None) -> DemoResult:
     root = absolute_root(root)
     run = f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     made = prepare(Path(root, f"{run}-warm-up"), seed)
-    with prefect_api(say=say, console_level="CRITICAL"), joined_cluster(running().ray_address):
+    services = prefect_api(say=say, console_level="CRITICAL")
+    with orderly_end(), services, joined_cluster(running().ray_address):
         model_dir = warm_up(run, made, seed=seed)
         parameters, planned = demo_parameters(made, model_dir, seed=seed)
         sections = {name: getattr(parameters, name) for name in Parameters.model_fields}

@@ -1,8 +1,11 @@
 """A run from the command line: checked first, then worked on against a Prefect server that is there or is started."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from prefect.exceptions import TerminationSignal
 
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.plan import make_plan
@@ -45,7 +48,7 @@ def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] =
 
 
 def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
-    with prefect_api(say=say, console_level="CRITICAL"):
+    with orderly_end(), prefect_api(say=say, console_level="CRITICAL"):
         try:
             asyncio.run(begin())
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
@@ -57,6 +60,15 @@ def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, 
                 say(_hint(folder, root))
             raise
     return summary(folder)
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """SIGTERM during a flow, which Prefect turns into an error of its own, ends this process with code 0."""
+    try:
+        yield
+    except TerminationSignal:
+        raise SystemExit(0) from None
 
 
 def _hint(folder: RunFolder, root: str) -> str:

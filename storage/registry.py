@@ -33,6 +33,8 @@ def resolve(name: str, builtins: Mapping[str, Any], *, group: str) -> Any:
 def load_dotted(name: str, *, group: str) -> Any:
     """The object at `pkg.mod:fn`; raises LookupError that says which part is missing."""
     module_name, _, attribute = name.partition(":")
+    if module_name == "__main__":  # another module in every process that looks the name up
+        raise LookupError(f"{group} {name!r}: cannot import '__main__' elsewhere, put {attribute!r} in a module file")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

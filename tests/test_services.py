@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from milepost.flows import launches, service_state, services
 
@@ -28,11 +29,13 @@ def quiet(_: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state folder of the test's own, and no Prefect API but what the test starts."""
     monkeypatch.setenv("MILEPOST_HOME", str(tmp_path / "home"))
     for name in ("PREFECT_API_URL", "PREFECT_HOME"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path / "home"
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        yield tmp_path / "home"
 
 
 @pytest.fixture(scope="module")
