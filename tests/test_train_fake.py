@@ -1,12 +1,15 @@
 """The whole DAG under Prefect, on fake engines: order, overlap, accounting, and what a run leaves behind."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from milepost.engines.fleet import Fleet, fleet
+from milepost.flows.failure import sentence
 from milepost.flows.iteration import iteration
 from milepost.flows.loop import recover
 from milepost.flows.recipe import load_recipe
@@ -135,6 +138,31 @@ def test_filtering_that_starves_takes_its_rounds_and_then_its_policy(
     failing = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="fail"')
     with pytest.raises(RuntimeError, match="kept 0 of 8 groups after 3 rounds"):
         trained("failed", tmp_path, failing, steps=1)
+
+
+def test_a_full_disk_stops_the_run_in_one_sentence_and_leaves_nothing_half_written(
+    tmp_path: Path, model_dir: str, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = parameters(model_dir, prompts())
+    room = iter(range(130))  # a step publishes about forty files, each with its folder
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if next(room, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fsync)
+        with pytest.raises((OSError, BaseExceptionGroup)) as caught:
+            trained("full", tmp_path, chosen, steps=3)
+    assert sentence(caught.value) == "no space left on device"
+    folder = runs.run_folder(str(tmp_path), "full")
+    assert not list(Path(folder.uri).rglob("*.tmp"))
+    steps = manifest.finished_steps(folder)
+    assert steps and steps == list(range(len(steps))) and len(steps) < 3
+    for commit in StepStore(folder.step(len(steps)), "full", 0).commits():
+        assert all(read_table(ref).num_rows == ref.rows for ref in commit.tables.values())
 
 
 def test_a_grader_that_hangs_or_raises_costs_only_its_samples(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
