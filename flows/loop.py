@@ -1,6 +1,5 @@
 """The loop over steps, on engines that are started again when one of them dies."""
 
-import asyncio
 import time
 from contextlib import ExitStack
 
@@ -79,12 +78,6 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
         await evaluate(launched, position.version, engines.router_url)
 
 
-def _is_cancelled() -> bool:
-    """Whether Ctrl-C has cancelled this task: it ends engines too, and their failure must not pass for an accident."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) -> None:
     """The steps, on new engines each time one dies, up to `engines.max_restarts` times."""
     left = launched.parameters.engines.max_restarts
@@ -97,8 +90,6 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
             cause = first_cause(error)
             if not is_engine_failure(cause) or left == 0:
                 raise
-            if _is_cancelled():
-                raise asyncio.CancelledError from error
             left -= 1
             say(f"{sentence(cause)}; the engines start again")
 
