@@ -103,14 +103,13 @@ def warm_up(run: str, made: DemoFiles, *, seed: int) -> str:
     return source.uri
 
 
-def demo_parameters(made: DemoFiles, model_dir: str, *, seed: int, mlflow_uri: str = "") -> tuple[Parameters, int]:
+def demo_parameters(made: DemoFiles, model_dir: str, *, seed: int) -> tuple[Parameters, int]:
     """The demo recipe with its model and data filled in, and the steps it asks for."""
     overrides = {
         "model.path": model_dir,
         "data.path": str(made.train_prompts),
         "data.seed": seed,
         "eval.path": str(made.held_out_prompts),
-        "tracking.mlflow_uri": mlflow_uri,
     }
     parameters, values = load_recipe("demo", [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
     return parameters, int(values["steps"])

@@ -19,7 +19,6 @@ from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table, with_columns
 from milepost.tasks.advantages import advantage_columns
 
-_ADVANTAGES_ONLY = {"advantage", "normalize_std"}
 _LOSS_PARAMS = {"clip_low", "clip_high", "aggregation"}
 
 
