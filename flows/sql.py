@@ -4,7 +4,7 @@ from typing import Any
 
 import duckdb
 
-from milepost.storage import manifest
+from milepost.storage import files, manifest
 from milepost.storage.runs import RunFolder
 
 
@@ -24,6 +24,8 @@ def query(folder: RunFolder, statement: str) -> tuple[list[str], list[tuple[Any,
     if not found:
         raise LookupError(f"run {folder.run_id!r} has no finished step to query")
     connection = duckdb.connect()
+    if not files.is_local(folder.uri):
+        connection.register_filesystem(files.filesystem(folder.uri)[0])
     listed = ", ".join("'" + uri.replace("'", "''") + "'" for uri in found)
     connection.execute(f"CREATE VIEW rollouts AS SELECT * FROM read_parquet([{listed}], union_by_name = true)")
     try:

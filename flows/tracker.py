@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from milepost.flows.launches import local_folder
 from milepost.flows.start import Launched
 from milepost.storage import lineage_records as records
 from milepost.storage import manifest, runs
@@ -75,7 +76,7 @@ def step_tables(closed: StepManifest) -> dict[str, TableRef]:
 
 def tracking_uri(tracking: TrackingSection, *, root: str, running_url: str | None) -> str:
     """Where lineage goes: as configured, else the running server, else a database beside the runs."""
-    return tracking.mlflow_uri or running_url or sqlite_uri(root)
+    return tracking.mlflow_uri or running_url or sqlite_uri(local_folder(root))
 
 
 @contextmanager

@@ -1,25 +1,28 @@
 """Checkpoints that can be trusted: `checkpoint.json`, published last, names every file with its size and SHA-256.
 
 No pointer says which one is the latest, so none can be stale: it is the highest number whose files are those its
-manifest names. The manifest stores no path, so a run that is moved or copied keeps its checkpoints.
+manifest names. The manifest stores no path, so a run that is moved or copied keeps its checkpoints. Engines save and
+restore in the run's workspace: where that is not the run itself, files are uploaded from it and fetched into it.
 """
 
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from milepost.storage import files
 from milepost.storage.runs import RunFolder
 from milepost.storage.weight_version import WeightVersion
 
 MANIFEST = "checkpoint.json"
-_HASHING_THREADS = 4  # hashing leaves the interpreter lock
+_FILES_AT_ONCE = 4  # hashing and transfers leave the interpreter lock
 
 _log = logging.getLogger(__name__)
+_R = TypeVar("_R")
 
 
 class DamagedCheckpoint(ValueError):
@@ -75,10 +78,14 @@ def _measure(uri: str) -> StoredFile:
         return StoredFile(int(file.tell()), digest)
 
 
-def _measure_all(uri: str, names: Iterable[str]) -> dict[str, StoredFile]:
+def _of_each(names: Iterable[str], do: Callable[[str], _R]) -> dict[str, _R]:
     chosen = list(names)
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(zip(chosen, pool.map(_measure, (files.join(uri, name) for name in chosen)), strict=True))
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return dict(zip(chosen, pool.map(do, chosen), strict=True))
+
+
+def _measure_all(uri: str, names: Iterable[str]) -> dict[str, StoredFile]:
+    return _of_each(names, lambda name: _measure(files.join(uri, name)))
 
 
 def _own_digest(content: dict[str, Any]) -> str:
@@ -88,15 +95,20 @@ def _own_digest(content: dict[str, Any]) -> str:
 
 def publish(folder: RunFolder, ref: CheckpointRef) -> CheckpointManifest:
     """Make a saved state a checkpoint. Its files are hashed here, once; the engine has made them durable before."""
-    expected = folder.checkpoint(ref.version.step)
+    uri, expected = folder.checkpoint(ref.version.step), folder.trainer_state(ref.version.step)
     if ref.uri != expected:
         raise ValueError(f"version {ref.version} was saved at {ref.uri!r}, a checkpoint of it belongs at {expected!r}")
+    if files.exists(files.join(uri, MANIFEST)):
+        raise files.AlreadyPublished(uri)
     stored = _measure_all(ref.uri, _stored_names(ref.uri))
     if not stored:
         raise DamagedCheckpoint(f"checkpoint {ref.uri!r} has no files: save it again")
+    if uri != ref.uri:
+        fs, path = files.filesystem(uri)
+        _of_each(stored, lambda name: fs.put_file(files.join(ref.uri, name), files.join(path, name)))
     manifest = CheckpointManifest(folder.run_id, ref.version, ref.last_key, ref.layout, stored)
     content = asdict(manifest)
-    files.publish_json(files.join(ref.uri, MANIFEST), content | {"digest": _own_digest(content)})
+    files.publish_json(files.join(uri, MANIFEST), content | {"digest": _own_digest(content)})
     return manifest
 
 
@@ -185,23 +197,43 @@ def complete(folder: RunFolder, *, hashes: bool = True) -> list[int]:
 def latest(folder: RunFolder, *, at_most: int | None = None) -> CheckpointRef | None:
     """The newest complete checkpoint of a version up to `at_most`, every file verified; None when there is none.
 
-    One that is damaged or half-written is passed over with a warning that says what is wrong with it.
+    It is in the run's workspace, where an engine can restore it. One that is damaged or half-written is passed over
+    with a warning that says what is wrong with it.
     """
     for number in reversed(numbers(folder)):
         if at_most is not None and number > at_most:
             continue
-        wrong = _faults_of(folder, number)
+        wrong = _fetch(folder, number)
         if not wrong:
             return reference(folder, number)
         _log.warning("checkpoint %s is passed over: %s", folder.checkpoint(number), "; ".join(wrong))
     return None
 
 
+def _fetch(folder: RunFolder, number: int) -> list[str]:
+    """Bring a checkpoint's files into the workspace, unless they are there; what is wrong with any of them."""
+    uri, here = folder.checkpoint(number), folder.trainer_state(number)
+    wrong = _faults_of(folder, number, hashes=uri == here)
+    if wrong or uri == here:
+        return wrong
+    stored = load_manifest(uri).files
+    _of_each(stored, lambda name: _download(files.join(uri, name), Path(here, name), stored[name]))
+    files.publish(files.join(here, MANIFEST), files.read(files.join(uri, MANIFEST)), overwrite=True)
+    return faults(here)
+
+
+def _download(uri: str, target: Path, expected: StoredFile) -> None:
+    if target.exists() and _measure(str(target)) == expected:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fs, path = files.filesystem(uri)
+    fs.get_file(path, str(target))
+
+
 def reference(folder: RunFolder, number: int) -> CheckpointRef:
-    """The checkpoint of a version as its manifest describes it, at the place where it is now."""
-    uri = folder.checkpoint(number)
-    manifest = load_manifest(uri)
-    return CheckpointRef(uri, manifest.version, manifest.last_key, manifest.layout)
+    """The checkpoint of a version as its manifest describes it, where an engine restores it."""
+    manifest = load_manifest(folder.checkpoint(number))
+    return CheckpointRef(folder.trainer_state(number), manifest.version, manifest.last_key, manifest.layout)
 
 
 def holds(folder: RunFolder, version: WeightVersion) -> bool:

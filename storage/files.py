@@ -22,7 +22,11 @@ class AlreadyPublished(FileExistsError):
 
 def filesystem(uri: str) -> tuple[Any, str]:
     """The fsspec filesystem of `uri` and the path on it. A cached listing would hide what other processes publish."""
-    fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
+    try:
+        fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
+    except ImportError as error:
+        hint = ": pip install 'milepost[s3]'" if uri.startswith("s3") else ""
+        raise ValueError(f"{uri!r} needs a package that is not installed ({error}){hint}") from None
     return fs, str(path)
 
 

@@ -55,7 +55,7 @@ def retain(folder: RunFolder, *, keep_last: int, keep_every: int = 0, also: Set[
     unneeded = [number for number in older if number not in kept and not _is_kept_by_count(folder, number, keep_every)]
     for number in unneeded:
         _remove(folder, number)
-    _sweep(folder)
+    _sweep(folder, newest=whole[-1])
     return unneeded
 
 
@@ -74,10 +74,15 @@ def _remove(folder: RunFolder, number: int) -> None:
     files.remove_folder(uri)
 
 
-def _sweep(folder: RunFolder) -> None:
-    """Remove the temporary folders of saves that were killed."""
-    fs, path = files.filesystem(files.join(folder.uri, "checkpoints"))
-    for found in fs.ls(path, detail=False):
+def _sweep(folder: RunFolder, *, newest: int) -> None:
+    """Remove the temporary folders of saves that were killed.
+
+    Of a workspace apart from the run only the newest checkpoint stays, for engines that have to start again.
+    """
+    fs, path = files.filesystem(files.join(folder.workspace, "checkpoints"))
+    apart = folder.workspace != folder.uri
+    for found in fs.ls(path, detail=False) if fs.exists(path) else []:
         name = str(found).rstrip("/").rsplit("/", 1)[-1]
-        if name.startswith(".") and name.endswith((".tmp", ".old")):
+        is_temporary = name.startswith(".") and name.endswith((".tmp", ".old"))
+        if is_temporary or (apart and name != f"{newest:06d}"):
             fs.rm(found, recursive=True)

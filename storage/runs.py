@@ -1,7 +1,9 @@
 """A run is a folder: `run.json`, `steps/<n>/`, `checkpoints/`, `weights/`, `outbox/`. Where things are is said here."""
 
+import os
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from milepost.storage import files
@@ -36,13 +38,30 @@ class RunFolder:
     def manifest(self, step: int) -> str:
         return files.join(self.step(step), "manifest.json")
 
+    @property
+    def workspace(self) -> str:
+        """The local folder that engines read and write: the run itself, or for one elsewhere a folder of its own.
+
+        That one is in `$MILEPOST_WORKSPACE`, which has to be shared when engines are on several hosts, or else in
+        `$MILEPOST_HOME/work`. A run can always go on without what is in it.
+        """
+        if files.is_local(self.uri):
+            return self.uri
+        home = os.environ.get("MILEPOST_HOME") or Path.home() / ".milepost"
+        work = os.environ.get("MILEPOST_WORKSPACE") or Path(home) / "work"
+        return str(Path(work).absolute() / files.digest_of(self.uri.encode())[:16])
+
     def checkpoint(self, version: int) -> str:
-        """The trainer state after `version` trained steps."""
+        """Where the trainer state after `version` trained steps is kept."""
         return files.join(self.uri, "checkpoints", f"{version:06d}")
 
+    def trainer_state(self, version: int) -> str:
+        """Where an engine saves that state, and restores it from; the checkpoint itself on a local filesystem."""
+        return files.join(self.workspace, "checkpoints", f"{version:06d}")
+
     def weights(self, version: int) -> str:
-        """The weights after `version` trained steps, as a Hugging Face folder."""
-        return files.join(self.uri, "weights", f"{version:06d}")
+        """The weights after `version` trained steps, as a Hugging Face folder; made again when a run goes on."""
+        return files.join(self.workspace, "weights", f"{version:06d}")
 
     def prompts(self, name: str) -> str:
         return files.join(self.uri, "prompts", name)

@@ -29,7 +29,7 @@ def version(number: int) -> WeightVersion:
 
 def write(folder: RunFolder, number: int) -> CheckpointRef:
     """What an engine leaves: files, hidden and nested ones too, and no manifest."""
-    uri = folder.checkpoint(number)
+    uri = folder.trainer_state(number)
     for name in ("state", ".metadata", "ranks/0"):
         files.publish(files.join(uri, name), STATE + name.encode() + str(number).encode())
     return CheckpointRef(uri, version(number), f"key-{number}", {"tensor_parallel": 2})
@@ -97,7 +97,7 @@ def test_the_latest_is_the_newest_and_carries_what_was_saved(folder: RunFolder) 
 
 
 def write_free_reference(folder: RunFolder, number: int) -> CheckpointRef:
-    return CheckpointRef(folder.checkpoint(number), version(number), f"key-{number}", {"tensor_parallel": 2})
+    return CheckpointRef(folder.trainer_state(number), version(number), f"key-{number}", {"tensor_parallel": 2})
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

@@ -1,5 +1,6 @@
 """Everything a run stores, on an S3 server over HTTP: what others publish is seen, and a kill tears nothing."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import botocore.session
 import pytest
 from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 from milepost.storage import files, manifest, runs
 from milepost.storage.journal import JournalConflict, Slot, StepStore
@@ -44,8 +46,8 @@ with hold(folder) as lease:
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
     """The address of an S3 server; the environment names it, so that plain s3:// URIs go there."""
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
@@ -56,8 +58,15 @@ def server() -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         client().create_bucket(Bucket="runs")
+        S3FileSystem.clear_instance_cache()  # one that was made before knows another address
         yield f"http://{host}:{port}"
     moto.stop()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture

@@ -199,8 +199,8 @@ def _close(made: MadeRun, store: StepStore, cursor: Cursor, counts: dict[str, in
     step, folder = store.step, made.folder
     commits = {commit.slot: commit for commit in store.commits()}
     optimize = commits["optimize-r0"]
-    uri = folder.checkpoint(step + 1)
-    files.publish_json(files.join(uri, "state.json"), {"step": step})
+    uri = folder.trainer_state(step + 1)
+    files.publish_json(files.join(uri, "state.json"), {"step": step}, overwrite=True)
     checkpoints.publish(folder, CheckpointRef(uri, version(step + 1), f"{optimize.key}-{len(optimize.tables) - 1:03d}"))
     into, out = version(step), version(step + 1)
     manifest.publish(
@@ -211,7 +211,7 @@ def _close(made: MadeRun, store: StepStore, cursor: Cursor, counts: dict[str, in
             previous=manifest.manifest_digest(folder, step - 1),
             version_in=f"{into.step}-{into.digest}",
             version_out=f"{out.step}-{out.digest}",
-            checkpoint=uri,
+            checkpoint=folder.checkpoint(step + 1),
             cursor=asdict(cursor),
             commits=manifest.commit_entries(list(commits.values())),
             accounting=counts,
