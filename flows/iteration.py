@@ -7,6 +7,7 @@ from prefect import flow
 
 from milepost.engines.fleet import Fleet, connect_fleet
 from milepost.engines.protocols import WeightVersion
+from milepost.flows.outcome import recorded
 from milepost.storage import attempts, runs
 from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan, batch_plan
@@ -179,6 +180,7 @@ def close(context: StepContext, collected: Collected, optimized: Optimized, sync
 
 
 @flow(name="iteration", flow_run_name="step-{step}", validate_parameters=False)
+@recorded
 async def iteration(root: str, run: str, step: int, start: Position) -> Position:
     """Step `step` of `run`, whose engines are running and hold `start.version`."""
     context, steps = open_step(root, run, step, start.version, start.fence)

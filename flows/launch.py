@@ -8,12 +8,14 @@ from typing import Any
 from prefect.exceptions import TerminationSignal
 
 from milepost.flows.failure import RunFailed, sentence
+from milepost.flows.outcome import watched
 from milepost.flows.plan import make_plan
 from milepost.flows.progress import say
 from milepost.flows.recipe import Request
 from milepost.flows.report import evaluations, finished
 from milepost.flows.services import prefect_api
-from milepost.flows.train import resume, train
+from milepost.flows.train import resume, resume_command, train
+from milepost.flows.view import is_unreported
 from milepost.storage import attempts, files, runs
 from milepost.storage.runs import RunFolder
 
@@ -48,13 +50,17 @@ def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] =
 
 
 def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
-    with orderly_end(), prefect_api(say=say, console_level="CRITICAL"):
+    with orderly_end(), prefect_api(say=say, console_level="CRITICAL"), watched() as outcome:
         try:
             asyncio.run(begin())
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
-            if files.exists(folder.record):
-                raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(error)}; {_hint(folder, root)}") from error
-            raise
+            cause = outcome.error or error  # Prefect's own, when it did not answer, says nothing about the run
+            if outcome.done and is_unreported(error):
+                say(f"run {folder.run_id} ended well; Prefect was not told, because it did not answer")
+            elif files.exists(folder.record):
+                raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(cause)}; {_hint(folder, root)}") from cause
+            else:
+                raise
         except BaseException:  # Ctrl-C or SIGTERM: what is committed stands
             if files.exists(folder.record):
                 say(_hint(folder, root))
@@ -72,7 +78,7 @@ def orderly_end() -> Iterator[None]:
 
 
 def _hint(folder: RunFolder, root: str) -> str:
-    return f"resume with: milepost resume {folder.run_id} --root {root}"
+    return f"resume with: {resume_command(folder, root)}"
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:

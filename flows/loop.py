@@ -8,12 +8,13 @@ from prefect.runtime import flow_run
 from milepost.engines.fleet import Fleet, fleet, is_engine_failure, is_joined, joined_cluster
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.failure import first_cause, sentence
-from milepost.flows.iteration import Position, iteration
+from milepost.flows.iteration import Position
 from milepost.flows.progress import Advance, progress_bar, say, step_text
 from milepost.flows.report import write_report
 from milepost.flows.services import running
 from milepost.flows.start import Launched
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
+from milepost.flows.view import View
 from milepost.storage import files, manifest
 from milepost.storage.journal import StepStore
 from milepost.tasks.evaluate import Accuracy, evaluate_policy
@@ -66,11 +67,12 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
     """Every step from where the run stands, with evaluation where it is due."""
     begin, position = await recover(launched, engines)
     steps, every = launched.record.steps, launched.parameters.eval.every_steps
+    view = View()
     for step in range(begin, steps):
         if eval_due(step, steps, every):
             await evaluate(launched, position.version, engines.router_url)
         begun = time.monotonic()
-        position = await iteration(launched.root, launched.folder.run_id, step, position)
+        position = await view.step(launched.root, launched.folder.run_id, step, position)
         closed = manifest.load(launched.folder, step)
         tracker.step(closed)
         advance(step_text(closed.metrics, time.monotonic() - begun))

@@ -4,8 +4,6 @@
 """
 
 import contextlib
-import logging
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ from milepost.flows.service_state import Service
 from milepost.storage import files
 
 START_SECONDS = 90.0
-DRAIN_SECONDS = 10.0
 
 Say = Callable[[str], None]
 Started = tuple[Service, "subprocess.Popen[bytes]"]
@@ -62,7 +59,10 @@ def up(root: str, *, say: Say = print, prefect: bool = True, mlflow: bool = True
         for launch, service, process in started:
             _wait_or_forget(launch, service, process)
             say(f"{launch.name} runs at {service.url.removesuffix('/api')}, its log is {service.log}")
-    return running()
+    found = running()
+    if found.prefect_url:
+        _mark_gone(found.prefect_url)
+    return found
 
 
 def down(*, say: Say = print) -> None:
@@ -90,8 +90,17 @@ def prefect_api(*, say: Say = print, console_level: str = "WARNING") -> Iterator
         own = url is None
         if url is None:
             url = stack.enter_context(_own_prefect(say))
-        stack.enter_context(_prefect_client(url, console_level, drain=own))
+        from milepost.flows.prefect_client import prefect_client  # imports Prefect, for which `down` need not wait
+
+        stack.enter_context(prefect_client(url, console_level, drain=own))
+        _mark_gone(url)
         yield url
+
+
+def _mark_gone(url: str) -> None:
+    from milepost.flows.crashed import mark_gone  # imports Prefect, for which `down` need not wait
+
+    mark_gone(url)
 
 
 def _answers(service: Service) -> bool:
@@ -205,40 +214,3 @@ def _configured_api() -> str | None:
     if url and not service_state.answers(f"{url}/health", timeout_seconds=10):
         raise ServiceFailed(f"PREFECT_API_URL is {url} and nothing answers there: start that server, or unset it")
     return url
-
-
-@contextlib.contextmanager
-def _prefect_client(url: str, console_level: str, *, drain: bool) -> Iterator[None]:
-    """Point Prefect in this process, and in those it starts, at `url`; with `drain`, send everything before leaving."""
-    from prefect.logging.handlers import PrefectConsoleHandler
-    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
-
-    before = os.environ.get("PREFECT_API_URL")
-    consoles = [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
-    levels = [handler.level for handler in consoles]
-    os.environ["PREFECT_API_URL"] = url
-    for handler in consoles:
-        handler.setLevel(console_level)
-    try:
-        with temporary_settings({PREFECT_API_URL: url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
-            try:
-                yield
-            finally:
-                if drain:
-                    _drain()
-    finally:
-        for handler, level in zip(consoles, levels, strict=True):
-            handler.setLevel(level)
-        if before is None:
-            os.environ.pop("PREFECT_API_URL", None)
-        else:
-            os.environ["PREFECT_API_URL"] = before
-
-
-def _drain() -> None:
-    """Wait until Prefect's background threads have sent their logs and events."""
-    from prefect.events.worker import EventsWorker
-    from prefect.logging.handlers import APILogWorker
-
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=DRAIN_SECONDS)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from prefect import flow
 
+from milepost.flows import crashed
 from milepost.flows.loop import run_training
+from milepost.flows.outcome import recorded
 from milepost.flows.progress import say
 from milepost.flows.start import begin_run, reopen_run
 from milepost.storage import files, runs
@@ -29,11 +31,18 @@ from milepost.storage.parameters import (
 from milepost.storage.runs import RunFolder
 
 
+def resume_command(folder: RunFolder, root: str) -> str:
+    return f"milepost resume {folder.run_id} --root {root}"
+
+
+@recorded
 async def _work_on(
     folder: RunFolder, root: str, steps: int | None, parameters: Parameters | None, allowed: Sequence[str]
 ) -> str:
     """Begin the run, or go on with it, while this process alone holds it."""
     with hold(folder) as lease:
+        await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, resume_command(folder, root))
+        await asyncio.to_thread(crashed.mark_superseded, folder.uri, lease.fence)
         if files.exists(folder.record):
             launched = await asyncio.to_thread(
                 reopen_run, root, folder, steps, parameters, allowed=allowed, fence=lease.fence

@@ -71,7 +71,7 @@ def this_process() -> Owner:
     return Owner(socket.gethostname(), _pid_space(), process.pid, process.create_time())
 
 
-def _is_gone(owner: Owner) -> bool:
+def is_gone(owner: Owner) -> bool:
     """Whether `owner` has ended, as far as can be seen from here: never true for a process of another host."""
     if (owner.host, owner.space) != (socket.gethostname(), _pid_space()):
         return False
@@ -108,6 +108,11 @@ def check_fence(run_uri: str, fence: int) -> None:
     raise LeaseLost(f"claim {fence} on {run_uri} is lost, {taken}: end this process, nothing more of it is stored")
 
 
+def is_released(run_uri: str, fence: int) -> bool:
+    """Whether the owner of a claim has given it back in order."""
+    return files.exists(_lease_uri(run_uri, fence, "released"))
+
+
 def _last_beat(run_uri: str, claim: Claim) -> float:
     try:
         return float(files.read_json(_lease_uri(run_uri, claim.fence, "beat"))["time"])
@@ -117,11 +122,11 @@ def _last_beat(run_uri: str, claim: Claim) -> float:
 
 def _refuse_if_held(run_uri: str, fence: int, *, expiry_seconds: float, clock: Clock) -> None:
     """LeaseHeld unless claim `fence` is released, its owner is gone, or its heartbeat is older than the expiry."""
-    if fence == 0 or files.exists(_lease_uri(run_uri, fence, "released")):
+    if fence == 0 or is_released(run_uri, fence):
         return
     claim = read_claim(run_uri, fence)
     silent = clock() - _last_beat(run_uri, claim)
-    if silent > expiry_seconds or _is_gone(claim.owner):
+    if silent > expiry_seconds or is_gone(claim.owner):
         return
     raise LeaseHeld(
         f"{claim.owner} works on {run_uri}, and was last heard of {silent:.0f} s ago: let it finish, end it, "

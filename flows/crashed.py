@@ -1,0 +1,130 @@
+"""Flow runs whose process was killed: Prefect shows them as running for ever, so the next start marks them as crashed.
+
+A flow run carries its process as labels. Only a process that is provably gone, or whose run was taken over, is marked.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas import filters
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Completed, Crashed
+
+from milepost.storage.lease import Owner, is_gone, is_released, this_process
+
+REQUEST_SECONDS = 5.0
+LIMIT = 50  # flow runs looked at in one go, the newest first
+
+_OPEN = [StateType.RUNNING, StateType.CANCELLING]
+# A flow run that waits for its first or its next process is pending; what a dead one left pending is its children.
+_UNFINISHED = [*_OPEN, StateType.PENDING, StateType.SCHEDULED]
+_log = logging.getLogger(__name__)
+
+
+def record_owner(run_uri: str, fence: int, command: str) -> None:
+    """Say on the flow run that calls this which process works on it, under which claim, and what to do if it dies."""
+    labels = {f"milepost.{name}": value for name, value in asdict(this_process()).items()}
+    labels |= {"milepost.run_uri": run_uri, "milepost.fence": fence, "milepost.command": command}
+    labels["milepost.attempt"] = flow_run.run_count
+    with _never_stops_a_start(), _client() as client:
+        client.update_flow_run_labels(UUID(flow_run.id), labels)
+
+
+def mark_gone(url: str) -> None:
+    """Mark every flow run at `url` whose process has ended without a word."""
+    with _never_stops_a_start(), temporary_settings({PREFECT_API_URL: url}), _client() as client:
+        _mark(client, lambda run: is_gone(_owner(run)))
+
+
+def mark_superseded(run_uri: str, fence: int) -> None:
+    """Mark every flow run that worked on this run under an earlier claim and neither released it nor ended."""
+
+    def is_superseded(run: FlowRun) -> bool:
+        before = int(run.labels["milepost.fence"])
+        same = run.labels["milepost.run_uri"] == run_uri
+        return same and before < fence and not is_released(run_uri, before)
+
+    with _never_stops_a_start(), _client() as client:
+        _mark(client, is_superseded)
+
+
+def complete_unseen() -> None:
+    """End the steps below the flow run that calls this, between two steps, whose end Prefect could not be told."""
+    with _never_stops_a_start(), _client() as client:
+        for child in _children(client, UUID(flow_run.id)):
+            state = Completed(message="this step went on while Prefect did not answer")
+            client.set_flow_run_state(child.id, state, force=True)
+
+
+@contextlib.contextmanager
+def _never_stops_a_start() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a server answers or a label holds: it only concerns what Prefect shows
+        _log.warning("Prefect may show killed runs as running: %s", error)
+
+
+@contextlib.contextmanager
+def _client() -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True) as client:
+            yield client
+
+
+def _owner(run: FlowRun) -> Owner:
+    labels = {name: run.labels[f"milepost.{name}"] for name in Owner.__dataclass_fields__}
+    return Owner(str(labels["host"]), str(labels["space"]), int(labels["pid"]), float(labels["started"]))
+
+
+def _mark(client: SyncPrefectClient, is_dead: Callable[[FlowRun], bool]) -> None:
+    """Read twice: one that ended in order between the first look and the death of its process keeps its state."""
+    dead = [run for run in _open_runs(client) if _is_labelled(run) and is_dead(run)]
+    if not dead:
+        return
+    for run in _open_runs(client, [run.id for run in dead]):
+        owner, command = _owner(run), run.labels["milepost.command"]
+        _crash(client, run.id, f"{owner} was killed or lost this run; go on with: {command}")
+
+
+def _open_runs(client: SyncPrefectClient, ids: Sequence[UUID] | None = None) -> list[FlowRun]:
+    wanted = filters.FlowRunFilter(
+        id=filters.FlowRunFilterId(any_=list(ids)) if ids else None,
+        state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=_OPEN)),
+        parent_task_run_id=filters.FlowRunFilterParentTaskRunId(is_null_=True),
+    )
+    return client.read_flow_runs(flow_run_filter=wanted, limit=LIMIT)
+
+
+def _is_labelled(run: FlowRun) -> bool:
+    """Whether the process that runs it now has said so: after a retry the labels are of the process before."""
+    return run.labels.get("milepost.attempt") == run.run_count
+
+
+def _children(client: SyncPrefectClient, run_id: UUID) -> list[FlowRun]:
+    unfinished = filters.FlowRunFilter(
+        parent_flow_run_id=filters.FlowRunFilterParentFlowRunId(any_=[run_id]),
+        state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=_UNFINISHED)),
+    )
+    return client.read_flow_runs(flow_run_filter=unfinished)
+
+
+def _crash(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
+    """Mark a flow run, after what runs below it: one that is interrupted here is found again."""
+    children = _children(client, run_id)
+    flow_runs = [*(child.id for child in children), run_id]
+    tasks = client.read_task_runs(
+        task_run_filter=filters.TaskRunFilter(
+            flow_run_id=filters.TaskRunFilterFlowRunId(any_=flow_runs),
+            state=filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=_UNFINISHED)),
+        )
+    )
+    for task in tasks:
+        client.set_task_run_state(task.id, Crashed(message=message), force=True)
+    for dead in flow_runs:
+        client.set_flow_run_state(dead, Crashed(message=message), force=True)

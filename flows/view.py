@@ -1,0 +1,66 @@
+"""Prefect is only a view: a run whose Prefect server does not answer goes on, unseen until it answers again."""
+
+import asyncio
+
+import httpx
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+
+from milepost.flows.crashed import complete_unseen
+from milepost.flows.iteration import Position, iteration
+from milepost.flows.outcome import watched
+from milepost.flows.progress import say
+from milepost.flows.service_state import answers
+
+ANSWER_SECONDS = 2.0
+
+
+def is_unreported(error: BaseException) -> bool:
+    """Whether a request to the Prefect API failed, which says nothing about the work that was to be reported."""
+    found = [error, error.__cause__]  # a client that cannot be opened gives an error of its own
+    return isinstance(error, ObjectNotFound) or any(_is_from_api(cause) for cause in found)
+
+
+def _is_from_api(error: BaseException | None) -> bool:
+    if not isinstance(error, httpx.RequestError | httpx.HTTPStatusError):
+        return False
+    return str(error.request.url).startswith(str(PREFECT_API_URL.value()))
+
+
+async def prefect_answers() -> bool:
+    url = f"{PREFECT_API_URL.value()}/health"
+    return await asyncio.to_thread(answers, url, timeout_seconds=ANSWER_SECONDS)
+
+
+class View:
+    """The steps of a run as Prefect shows them, for as long as it answers."""
+
+    def __init__(self) -> None:
+        self._shows = True
+
+    async def step(self, root: str, run: str, step: int, start: Position) -> Position:
+        """`iteration`, shown or not. What a step returned or raised counts, not whether Prefect could be told."""
+        with watched() as outcome:
+            if await prefect_answers():
+                await self._show(step)
+                try:
+                    return await iteration(root, run, step, start)
+                except Exception as error:  # Prefect raises what the step raised, and beside it errors of its own
+                    if not is_unreported(error):
+                        raise
+            self._hide(step)
+            if outcome.error:
+                raise outcome.error
+            position: Position = outcome.result if outcome.done else await iteration.fn(root, run, step, start)
+            return position
+
+    async def _show(self, step: int) -> None:
+        if not self._shows:
+            await asyncio.to_thread(complete_unseen)
+            say(f"Prefect answers again and shows step {step}")
+        self._shows = True
+
+    def _hide(self, step: int) -> None:
+        if self._shows:
+            say(f"Prefect does not answer: the run goes on at step {step}, unseen")
+        self._shows = False
