@@ -6,14 +6,14 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from milepost.storage import runs
+from milepost.storage import attempts, runs
 from milepost.storage.verify import Verification, stored_steps, verify
 
 
 def audit(root: str, run: str) -> Verification:
     """Verify a run of `root`; the bar is on stderr, and only on a terminal."""
     folder = runs.run_folder(root, run)
-    runs.load(folder)
+    attempts.current(folder)
     console = Console(stderr=True)
     columns = (TextColumn("verify"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

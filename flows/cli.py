@@ -159,10 +159,10 @@ def doctor(root: Root = None, model: Annotated[str | None, typer.Option(help="Mo
 def sql(run: RunName, statement: str, root: Root = None, as_json: AsJson = False) -> None:
     """Query the rollouts of a run: `rollouts` is the table of all its samples."""
     from milepost.flows.sql import query
-    from milepost.storage import runs
+    from milepost.storage import attempts, runs
 
     folder = runs.run_folder(root or DEFAULT_ROOT, run)
-    runs.load(folder)
+    attempts.current(folder)
     columns, rows = query(folder, statement)
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], default=str))

@@ -16,7 +16,7 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.retention import retain
-from milepost.storage.runs import RunFolder
+from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.filter import Filtered, filter_rollouts
@@ -46,11 +46,15 @@ class StepContext:
 
     folder: RunFolder
     store: StepStore
-    parameters: Parameters
+    record: RunRecord
     plan: BatchPlan
     order: PromptOrder
     fleet: Fleet
     version: WeightVersion
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.record.parameters
 
     @property
     def sampling(self) -> Sampling:
@@ -124,14 +128,14 @@ def checkpoint_due(step: int, steps: int, every: int) -> bool:
     return step + 1 == steps or (every > 0 and (step + 1) % every == 0)
 
 
-def open_step(root: str, run: str, step: int, version: WeightVersion, fence: int = 0) -> tuple[StepContext, int]:
-    """The context of a step, from the run's own record and its running engines; and the steps of the run."""
+def open_step(root: str, run: str, step: int, version: WeightVersion, fence: int = 0) -> StepContext:
+    """The context of a step, from the run's own record and its running engines."""
     folder = runs.run_folder(root, run)
     record = attempts.current(folder)
-    context = StepContext(
+    return StepContext(
         folder=folder,
         store=StepStore(folder.step(step), run, step, fence),
-        parameters=record.parameters,
+        record=record,
         plan=batch_plan(record.parameters),
         order=PromptOrder(
             TableRef(**record.data["prompts"]), record.parameters.data.seed, record.parameters.data.shuffle
@@ -139,7 +143,6 @@ def open_step(root: str, run: str, step: int, version: WeightVersion, fence: int
         fleet=connect_fleet(run, record.parameters),
         version=version,
     )
-    return context, record.steps
 
 
 async def optimize(collected: Collected, context: StepContext) -> Optimized:
@@ -173,7 +176,14 @@ def close(context: StepContext, collected: Collected, optimized: Optimized, sync
     return close_step(
         context.store,
         context.folder,
-        StepOutcome(context.version, synced.version, collected.cursor, synced.checkpoint),
+        StepOutcome(
+            context.version,
+            synced.version,
+            collected.cursor,
+            synced.checkpoint,
+            context.record.attempt,
+            context.record.parameters_digest,
+        ),
         counts=accounting(served_groups(context.store), table, trained_groups(optimized.batches)),
         metrics=metrics,
     )
@@ -183,11 +193,11 @@ def close(context: StepContext, collected: Collected, optimized: Optimized, sync
 @recorded
 async def iteration(root: str, run: str, step: int, start: Position) -> Position:
     """Step `step` of `run`, whose engines are running and hold `start.version`."""
-    context, steps = open_step(root, run, step, start.version, start.fence)
+    context = open_step(root, run, step, start.version, start.fence)
     parameters = context.parameters.checkpoint
     collected = await collect(start.cursor, context)
     optimized = await optimize(collected, context)
-    synced = await sync(context, save=checkpoint_due(step, steps, parameters.every_steps))
+    synced = await sync(context, save=checkpoint_due(step, context.record.steps, parameters.every_steps))
     close(context, collected, optimized, synced)
     if synced.checkpoint:
         # Not before the step is closed: until then the run goes back to the checkpoint before.

@@ -14,6 +14,7 @@ from milepost.flows.progress import say
 from milepost.flows.recipe import Request
 from milepost.flows.report import evaluations, finished
 from milepost.flows.services import prefect_api
+from milepost.flows.start import require_resumable
 from milepost.flows.train import resume, resume_command, train
 from milepost.flows.view import is_unreported
 from milepost.storage import attempts, files, runs
@@ -24,9 +25,10 @@ def check(request: Request, allowed: Sequence[str]) -> RunFolder:
     """Refuse, before any server is started, what the flow would refuse."""
     folder = runs.run_folder(request.root, request.run)
     if files.exists(folder.record):
-        found = attempts.changes(attempts.current(folder).parameters, request.parameters)
-        attempts.require_allowed(found, allowed)
+        record = require_resumable(folder, request.steps)
+        attempts.require_allowed(attempts.changes(record.parameters, request.parameters), allowed)
     else:
+        runs.require_new(folder)
         make_plan(request.run, request.root, request.steps, request.parameters)
     return folder
 
@@ -45,7 +47,7 @@ def launch(request: Request, *, allowed: Sequence[str] = ()) -> dict[str, Any]:
 def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] = ()) -> dict[str, Any]:
     """Go on with a run, and return what there is to say of it."""
     folder = runs.run_folder(root, run)
-    runs.load(folder)
+    require_resumable(folder, steps)
     return _work(folder, root, lambda: resume(run=run, root=root, steps=steps, allow_change=tuple(allowed)))
 
 

@@ -38,6 +38,11 @@ class RunPlan:
     eval_prompts: PromptSet | None
 
 
+def check_steps(steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, it must be at least 1")
+
+
 def check_names(parameters: Parameters) -> None:
     """LookupError or ValueError for a rollout function, reward, filter, advantage or loss that cannot be used."""
     get_rollout(parameters.rollout.function)
@@ -72,8 +77,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     Malformed lines are written to `quarantine_uri` when the policy is to quarantine; without it they are only counted.
     """
     run_folder(root, run)
-    if steps < 1:
-        raise ValueError(f"steps is {steps}, it must be at least 1")
+    check_steps(steps)
     batch = batch_plan(parameters)
     check_names(parameters)
     check_lengths(parameters)

@@ -134,7 +134,7 @@ def request(
     parameters, values = load_recipe(config, overrides)
     stem = Path(config).stem if config else "run"
     return Request(
-        run=run or values.get("run") or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}",
+        run=run if run is not None else values.get("run") or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}",
         root=absolute_root(root or values.get("root") or DEFAULT_ROOT),
         steps=steps if steps is not None else int(values.get("steps", DEFAULT_STEPS)),
         parameters=parameters,

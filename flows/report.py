@@ -1,6 +1,8 @@
 """The report of a run: one HTML file in its folder, made from the stored run alone."""
 
+from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files as package_files
 from typing import Any
 
@@ -8,7 +10,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from milepost.flows.curve import svg_curve
-from milepost.storage import files, manifest, runs, text
+from milepost.storage import attempts, files, manifest, runs, text
 from milepost.storage.accounting import epoch_accounting
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
@@ -94,13 +96,28 @@ def _shown(value: Any, limit: int = 400) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
+def attempt_rows(folder: RunFolder, steps: list[StepManifest]) -> list[dict[str, Any]]:
+    """How the run began and how it went on each time; `finished` counts the steps that an attempt closed."""
+    began, closed = runs.load(folder), Counter(step.attempt for step in steps)
+    told = [(1, began.started_at, began.steps, {})]
+    told += [(item.number, item.started_at, item.steps, item.changes) for item in attempts.attempts(folder)]
+    return [
+        {"number": number, "started": _time(at), "steps": planned, "finished": closed[number], "changes": changes}
+        for number, at, planned, changes in told
+    ]
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" if seconds else "unknown"
+
+
 def _figure(value: float) -> str:
     return f"{value:.4g}"
 
 
 def write_report(folder: RunFolder) -> str:
     """Render the report of a run, finished or not, and return where it is."""
-    record = runs.load(folder)
+    record = attempts.current(folder)
     steps = finished(folder)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["figure"] = _figure
@@ -111,6 +128,7 @@ def write_report(folder: RunFolder) -> str:
         model=record.parameters.model.path,
         commit=record.provenance.commit[:12],
         steps=steps,
+        attempts=attempt_rows(folder, steps),
         columns=[name for name in COLUMNS if any(name in step.metrics for step in steps)],
         evals=evaluations(folder),
         epochs=epoch_accounting(folder),

@@ -1,11 +1,12 @@
 """How a run begins, and how one that is there goes on: both end in a `Launched` that the loop works on."""
 
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from milepost.flows.plan import RunPlan, load_eval_prompts, make_plan, model_folder, notices
+from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
@@ -15,6 +16,7 @@ from milepost.storage.provenance import provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import TableRef, write_table
+from milepost.tasks.recover import require_tables
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,11 @@ class Launched:
 
     @property
     def is_finished(self) -> bool:
-        return len(manifest.finished_steps(self.folder)) >= self.record.steps
+        return is_finished(self.folder, self.record)
+
+
+def is_finished(folder: RunFolder, record: RunRecord) -> bool:
+    return len(manifest.finished_steps(folder)) >= record.steps
 
 
 def _store_prompts(folder: RunFolder, prompts: PromptSet, name: str) -> dict[str, Any]:
@@ -63,6 +69,7 @@ def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
         provenance=provenance(),
         data=data,
         model={"path": plan.parameters.model.path, "folder": plan.model_dir, "config": plan.model_config},
+        started_at=time.time(),
     )
     runs.create(folder, record)
     return Launched(plan.root, folder, record, fence)
@@ -70,6 +77,7 @@ def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
 
 def begin_run(root: str, folder: RunFolder, steps: int, parameters: Parameters, *, fence: int) -> Launched:
     """Plan a new run and create it."""
+    runs.require_new(folder)
     quarantine = files.join(folder.uri, "quarantine.jsonl")
     plan = make_plan(folder.run_id, root, steps, parameters, quarantine_uri=quarantine)
     for notice in notices(plan):
@@ -87,14 +95,30 @@ def reopen_run(
     fence: int = 0,
 ) -> Launched:
     """Go on with a run; what is None stays as it was. A change that is not allowed is refused and nothing recorded."""
-    before = attempts.current(folder)
+    before = require_resumable(folder, steps)
     chosen = parameters or before.parameters
+    attempts.require_allowed(attempts.changes(before.parameters, chosen), allowed)
+    if is_finished(folder, before):
+        return Launched(root, folder, before, fence, before.attempt)
     evaluation = _evaluation(folder, chosen, before)
-    wanted = before.steps if steps is None else steps
-    attempt = attempts.begin(folder, chosen, steps=wanted, allowed=allowed, evaluation=evaluation)
+    attempt = attempts.begin(folder, chosen, steps=before.steps, allowed=allowed, evaluation=evaluation)
+    return Launched(root, folder, attempts.current(folder), fence, attempt.number, attempt.changes)
+
+
+def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:
+    """The run as it was left, but up to `steps`, when all that going on will read is there and whole.
+
+    This is for before anything is started; the first thing that is missing or damaged is named.
+    """
     record = attempts.current(folder)
-    require_model(record)
-    return Launched(root, folder, record, fence, attempt.number, attempt.changes)
+    if steps is not None:
+        check_steps(steps)
+        record = replace(record, steps=steps)
+    if not is_finished(folder, record):
+        require_model(record)
+        stored = (record.data[name] for name in ("prompts", "eval"))
+        require_tables(folder, [TableRef(**ref) for ref in stored if ref])
+    return record
 
 
 def require_model(record: RunRecord) -> None:

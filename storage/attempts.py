@@ -33,16 +33,19 @@ def _folder(folder: RunFolder) -> str:
     return files.join(folder.uri, "attempts")
 
 
+def _uri(folder: RunFolder, number: int) -> str:
+    return files.join(_folder(folder), f"{number:06d}.json")
+
+
 def attempts(folder: RunFolder) -> list[Attempt]:
     """Every resumption of a run, in order."""
-    return [_read(files.join(_folder(folder), name)) for name in files.names(_folder(folder))]
+    return [runs.read_record(files.join(_folder(folder), name), Attempt) for name in files.names(_folder(folder))]
 
 
-def _read(uri: str) -> Attempt:
-    content = files.read_json(uri)
-    content["parameters"] = Parameters.model_validate(content["parameters"])
-    content["provenance"] = Provenance(**content["provenance"])
-    return Attempt(**content)
+def digest(folder: RunFolder, attempt: Attempt) -> str:
+    """The digest of the parameters of an attempt in its own words: today's defaults have no say."""
+    content = files.read_json(_uri(folder, attempt.number))["parameters"]
+    return files.digest_of(files.canonical_json(content).encode())
 
 
 def current(folder: RunFolder) -> RunRecord:
@@ -58,6 +61,8 @@ def current(folder: RunFolder) -> RunRecord:
         parameters=last.parameters,
         parameters_digest=runs.parameters_digest(last.parameters),
         data=record.data | ({"eval": last.eval} if last.eval else {}),
+        attempt=last.number,
+        started_at=last.started_at,
     )
 
 
@@ -96,8 +101,7 @@ def begin(
     require_allowed(found, allowed)
     if steps != before.steps:
         found["steps"] = [before.steps, steps]
-    number = len(attempts(folder)) + 2  # the run itself was the first
-    attempt = Attempt(number, steps, parameters, found, provenance(), evaluation, time.time())
+    attempt = Attempt(before.attempt + 1, steps, parameters, found, provenance(), evaluation, time.time())
     content = asdict(attempt) | {"parameters": parameters.model_dump(mode="json")}
-    files.publish_json(files.join(_folder(folder), f"{number:06d}.json"), content)
+    files.publish_json(_uri(folder, attempt.number), {"schema_version": runs.SCHEMA_VERSION, **content})
     return attempt

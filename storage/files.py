@@ -145,4 +145,8 @@ def publish_json(uri: str, value: Any, *, overwrite: bool = False) -> None:
 
 
 def read_json(uri: str) -> Any:
-    return json.loads(read(uri))
+    """ValueError names the file when it is not JSON: what was published is whole, so it was damaged since."""
+    try:
+        return json.loads(read(uri))
+    except ValueError as error:
+        raise ValueError(f"{uri} is not JSON ({error}): restore it from a copy") from None

@@ -12,7 +12,8 @@ from milepost.storage.runs import RunFolder
 class StepManifest:
     """One finished step. `previous` is the digest of the manifest of the step before, empty for the first.
 
-    `fence` is the number of the claim the step was closed under, 0 without one.
+    `fence` is the number of the claim the step was closed under, 0 without one. `attempt` is the one that closed it,
+    under parameters of `parameters_digest`; manifests from before these were kept have 0 and nothing.
     """
 
     run_id: str
@@ -26,6 +27,8 @@ class StepManifest:
     accounting: dict[str, int]
     metrics: dict[str, float]
     fence: int = 0
+    attempt: int = 0
+    parameters_digest: str = ""
 
 
 def commit_entries(commits: list[Commit]) -> list[dict[str, Any]]:
@@ -57,7 +60,7 @@ def publish(folder: RunFolder, manifest: StepManifest) -> None:
 
 def _outcome(manifest: StepManifest) -> StepManifest:
     """What has to be equal when two owners close a step: all but how long it took, and who was first."""
-    return replace(manifest, metrics={}, fence=0)
+    return replace(manifest, metrics={}, fence=0, attempt=0, parameters_digest="")
 
 
 def load(folder: RunFolder, step: int) -> StepManifest:

@@ -2,15 +2,20 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from milepost.storage import files
 from milepost.storage.parameters import Parameters
 from milepost.storage.provenance import Provenance
 
+SCHEMA_VERSION = 2
+"""Of everything a run holds as JSON, written into `run.json` and into every attempt; what has none is of version 1."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_R = TypeVar("_R")
 
 
 class RunExists(FileExistsError):
@@ -86,7 +91,10 @@ def run_folder(root: str, run: str) -> RunFolder:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What `run.json` holds: everything that decides what the run computes."""
+    """What `run.json` holds: everything that decides what the run computes.
+
+    `attempt` is 1 there, and `storage.attempts` counts on; `started_at` is in Unix seconds, 0 where it is not known.
+    """
 
     run_id: str
     steps: int
@@ -95,6 +103,8 @@ class RunRecord:
     provenance: Provenance
     data: dict[str, Any]
     model: dict[str, Any]
+    attempt: int = 1
+    started_at: float = 0.0
 
 
 def parameters_digest(parameters: Parameters) -> str:
@@ -106,25 +116,47 @@ def _taken(folder: RunFolder) -> RunExists:
 
 
 def require_new(folder: RunFolder) -> None:
-    """RunExists when a run of this name is there already."""
+    """RunExists when a run of this name is there already, ValueError when all of it is but its record."""
     if files.exists(folder.record):
         raise _taken(folder)
+    if files.names(files.join(folder.uri, "steps")):
+        raise ValueError(
+            f"{folder.record} is missing beside the steps of a run: restore it from a copy, or choose another name"
+        )
 
 
 def create(folder: RunFolder, record: RunRecord) -> None:
     """Publish `run.json`; RunExists when the name is taken, so that no run ever overwrites another."""
     content = asdict(record) | {"parameters": record.parameters.model_dump(mode="json")}
     try:
-        files.publish_json(folder.record, content)
+        files.publish_json(folder.record, {"schema_version": SCHEMA_VERSION, **content})
     except files.AlreadyPublished:
         raise _taken(folder) from None
 
 
 def load(folder: RunFolder) -> RunRecord:
-    """The record of an existing run; LookupError when there is none."""
+    """The record of an existing run; LookupError when there is none, ValueError when it is of another run."""
     if not files.exists(folder.record):
         raise LookupError(f"no run {folder.run_id!r}: {folder.record} does not exist")
-    content = files.read_json(folder.record)
-    content["parameters"] = Parameters.model_validate(content["parameters"])
-    content["provenance"] = Provenance(**content["provenance"])
-    return RunRecord(**content)
+    record = read_record(folder.record, RunRecord)
+    if record.run_id != folder.run_id:
+        raise ValueError(
+            f"{folder.record} is of run {record.run_id!r}, not {folder.run_id!r}: give the folder its own name back"
+        )
+    return record
+
+
+def read_record(uri: str, kind: Callable[..., _R]) -> _R:
+    """A `kind` with parameters and provenance; ValueError when a newer milepost wrote it, or it is damaged."""
+    content = files.read_json(uri)
+    try:
+        version = content.pop("schema_version", 1)
+        if version <= SCHEMA_VERSION:
+            content["parameters"] = Parameters.model_validate(content.get("parameters"))
+            content["provenance"] = Provenance(**content.get("provenance"))
+            return kind(**content)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{uri} is not as it was written ({error}): restore it from a copy") from error
+    raise ValueError(
+        f"{uri} has schema version {version}, this milepost knows versions up to {SCHEMA_VERSION}: update milepost"
+    )

@@ -68,11 +68,20 @@ def write_table(uri: str, table: pa.Table, schema: pa.Schema) -> TableRef:
 
 def read_table(ref: TableRef) -> pa.Table:
     """The table behind `ref`, in the newest schema version; raises DamagedTable unless every byte is as written."""
-    data = files.read(ref.uri)
+    return read_bytes(require(ref))
+
+
+def require(ref: TableRef) -> bytes:
+    """The bytes of a table that is there and as it was written; else FileNotFoundError or DamagedTable names it."""
+    try:
+        data = files.read(ref.uri)
+    except FileNotFoundError:
+        message = f"{ref.uri} is missing, {ref.rows} rows were stored in it: restore it from a copy"
+        raise FileNotFoundError(message) from None
     found = files.digest_of(data)
     if found != ref.digest:
         raise DamagedTable(f"{ref.uri} has digest {found[:12]}, {ref.digest[:12]} was written: restore it from a copy")
-    return read_bytes(data)
+    return data
 
 
 def read_bytes(data: bytes) -> pa.Table:

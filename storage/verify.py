@@ -69,16 +69,13 @@ def _check_record(folder: RunFolder) -> list[Fault]:
         "parameters_digest": (content["parameters_digest"], files.canonical_json(content["parameters"])),
         "packages_digest": (content["provenance"]["packages_digest"], "\n".join(packages)),
     }
-    faults = [
+    return [
         Fault(
             folder.record, f"{name} is {stated[:12]}, its content gives {files.digest_of(text.encode())[:12]}", RESTORE
         )
         for name, (stated, text) in digests.items()
         if stated != files.digest_of(text.encode())
     ]
-    if content["run_id"] != folder.run_id:
-        faults.append(Fault(folder.record, f"is of run {content['run_id']!r}, not {folder.run_id!r}", RESTORE))
-    return faults
 
 
 def _check_data(folder: RunFolder, record: RunRecord, result: Verification) -> list[Fault]:
@@ -94,9 +91,11 @@ def _check_data(folder: RunFolder, record: RunRecord, result: Verification) -> l
 
 
 def _facts(folder: RunFolder, record: RunRecord) -> RunFacts:
-    every = [record.parameters, *(attempt.parameters for attempt in attempts.attempts(folder))]
+    resumed = attempts.attempts(folder)
+    every = [record.parameters, *(attempt.parameters for attempt in resumed)]
     settings = tuple(dict.fromkeys(_settings(parameters) for parameters in every))
-    return RunFacts(folder, TableRef(**record.data["prompts"]), settings)
+    digests = {1: record.parameters_digest} | {attempt.number: attempts.digest(folder, attempt) for attempt in resumed}
+    return RunFacts(folder, TableRef(**record.data["prompts"]), settings, digests)
 
 
 def _settings(parameters: Parameters) -> Settings:

@@ -34,6 +34,8 @@ class RunFacts:
     folder: RunFolder
     prompts: TableRef
     settings: tuple[Settings, ...]
+    attempts: dict[int, str]
+    """The digest of the parameters of each attempt."""
 
 
 @dataclass
@@ -66,6 +68,8 @@ def check_step(facts: RunFacts, step: int) -> StepFindings:
     findings.tables = len(named)
     if not findings.faults:
         _check_contents(facts, StoredStep(step, uri, manifest, before, entries, tables), findings)
+    if manifest is not None:
+        findings.faults += _check_attempt(facts, manifest)
     return findings
 
 
@@ -121,6 +125,17 @@ def _chain(folder: RunFolder, manifest: Entry, before: Entry | None) -> list[Fau
             )
         )
     return faults
+
+
+def _check_attempt(facts: RunFacts, manifest: Entry) -> list[Fault]:
+    """The step was closed by an attempt of the run, under its parameters; older manifests do not say."""
+    number, digest = manifest.get("attempt", 0), manifest.get("parameters_digest", "")
+    known = facts.attempts | {0: ""}
+    if known.get(number) == digest:
+        return []
+    stored = f"whose parameters have digest {known[number][:12]}" if number in known else "of which nothing is stored"
+    problem = f"names parameters {digest[:12]!r} of attempt {number}, {stored}"
+    return [Fault(facts.folder.manifest(manifest["step"]), problem, RESTORE)]
 
 
 def _check_contents(facts: RunFacts, stored: StoredStep, findings: StepFindings) -> None:

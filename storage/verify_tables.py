@@ -65,8 +65,8 @@ def load_json(uri: str) -> dict[str, Any] | Fault:
         content = files.read_json(uri)
     except FileNotFoundError:
         return Fault(uri, "is missing", RESTORE)
-    except ValueError as error:
-        return Fault(uri, f"is not JSON: {error}", RESTORE)
+    except ValueError:
+        return Fault(uri, "is not JSON", RESTORE)
     if not isinstance(content, dict):
         return Fault(uri, f"holds a {type(content).__name__}, an object was written", RESTORE)
     return content

@@ -4,14 +4,15 @@ Nothing is generated, scored or filtered again: what the trainer lost is applied
 applied from, under the same keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from milepost.engines.protocols import TrainEngine, WeightVersion
-from milepost.storage import checkpoints, manifest
-from milepost.storage.journal import Slot, StepStore
+from milepost.storage import checkpoints, manifest, tables
+from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef
 from milepost.tasks.optimize import replay
 
 Say = Callable[[str], None]
@@ -31,24 +32,45 @@ class Standing:
 
 
 def standing(folder: RunFolder) -> Standing:
-    """What the manifests say; a gap in them ends the run's history there."""
-    step = 0
-    for found in manifest.finished_steps(folder):
-        if found != step:
-            break
-        step += 1
+    """What the manifests say; FileNotFoundError names one that is missing before the last."""
+    finished = manifest.finished_steps(folder)
+    step = len(finished)
+    gaps = sorted({*range(step)} - {*finished})
+    if gaps:
+        raise FileNotFoundError(
+            f"{folder.manifest(gaps[0])} is missing, and later steps are there: restore it from a copy"
+        )
     if step == 0:
         return Standing(0, Cursor(), None)
     last = manifest.load(folder, step - 1)
     return Standing(step, Cursor(**last.cursor), WeightVersion.parse(last.version_out))
 
 
-def replay_step(store: StepStore, trainer: TrainEngine) -> int:
-    """Apply the stored batches of a step again, in their order and under their keys; how many there were."""
+def optimized(store: StepStore) -> Commit:
+    """What a finished step trained on."""
     commit = store.stored(Slot("optimize"))
     if commit is None:
-        raise RecoveryMismatch(f"step {store.step} of run {store.run_id!r} is finished and has no optimize commit")
-    return replay(commit, trainer)
+        raise FileNotFoundError(f"{store.uri} is finished and has no optimize commit: restore it from a copy")
+    return commit
+
+
+def require_tables(folder: RunFolder, given: Sequence[TableRef]) -> None:
+    """DamagedTable or FileNotFoundError for the first table, of those given and those a resumption reads.
+
+    It reads the batches since the newest checkpoint and what the unfinished step has committed. Checkpoints are not
+    hashed here: one that turns out to be damaged costs a look at the batches before it, by then with engines running.
+    """
+    stands = standing(folder)
+    saved = [number for number in checkpoints.complete(folder, hashes=False) if number <= stands.step]
+    stores = [StepStore(folder.step(step), folder.run_id, step) for step in range(stands.step + 1)]
+    commits = [optimized(store) for store in stores[max(saved, default=0) : stands.step]]
+    for ref in (*given, *(ref for commit in [*commits, *stores[-1].commits()] for ref in commit.tables.values())):
+        tables.require(ref)
+
+
+def replay_step(store: StepStore, trainer: TrainEngine) -> int:
+    """Apply the stored batches of a step again, in their order and under their keys; how many there were."""
+    return replay(optimized(store), trainer)
 
 
 def recover_trainer(folder: RunFolder, trainer: TrainEngine, *, say: Say) -> Standing:

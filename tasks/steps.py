@@ -20,12 +20,14 @@ _READ = ["group_id", "reward", "kept", "drop_reason", "status", "response_token_
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Where a step began and ended."""
+    """Where a step began and ended, and the attempt it was made under."""
 
     version_in: WeightVersion
     version_out: WeightVersion
     cursor: Cursor
     checkpoint: str
+    attempt: int = 1
+    parameters_digest: str = ""
 
 
 def rollout_metrics(table: pa.Table) -> dict[str, float]:
@@ -93,6 +95,8 @@ def close_step(
         accounting=counts,
         metrics=metrics,
         fence=store.fence,
+        attempt=outcome.attempt,
+        parameters_digest=outcome.parameters_digest,
     )
     manifest.publish(folder, closed)
     return closed

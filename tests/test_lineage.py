@@ -160,6 +160,17 @@ def test_a_resumed_run_is_running_again_until_it_ends(told: tuple[Lineage, str],
     assert found_run(lineage, "again").info.status == "RUNNING"
 
 
+def test_an_attempt_is_nested_in_the_run_with_what_it_changed(told: tuple[Lineage, str], tmp_path: Path) -> None:
+    lineage, _ = told
+    begun = records.run_record("changed", parameters=Parameters().model_dump(mode="json"), tags={})
+    went_on = records.attempt_record("changed", 2, {"optimizer.lr": (1e-6, 2e-6)}, tags={"attempt": 2})
+    assert send_all(lineage, f"{tmp_path}/outbox", [begun, went_on]).refused == ()
+    attempt, run = found_run(lineage, "changed/attempt-000002"), found_run(lineage, "changed")
+    assert attempt.data.tags["mlflow.parentRunId"] == run.info.run_id and run.info.status == "RUNNING"
+    assert attempt.data.params == {"optimizer.lr": "2e-06"} and run.data.params["optimizer.lr"] == "1e-06"
+    assert attempt.data.tags["milepost.before.optimizer.lr"] == "1e-06"
+
+
 def test_text_that_mlflow_or_a_database_cannot_hold_does_not_fail_a_run(
     told: tuple[Lineage, str], tmp_path: Path
 ) -> None:

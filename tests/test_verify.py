@@ -155,6 +155,23 @@ def test_accounting_that_the_tables_do_not_give_is_a_fault(
     assert fault.file == made.folder.manifest(3) and problem in fault.problem
 
 
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [({"attempt": 7}, "of which nothing is stored"), ({"parameters_digest": "f" * 64}, "have digest")],
+)
+def test_a_step_of_another_attempt_than_the_run_had_is_a_fault(
+    made: MadeRun, changed: dict[str, Any], problem: str
+) -> None:
+    rewrite(made.folder.manifest(3), lambda content: content.update(changed))
+    fault = only(verify(made.folder))
+    assert fault.file == made.folder.manifest(3) and problem in fault.problem
+
+
+def test_a_manifest_from_before_attempts_were_kept_is_no_fault(made: MadeRun) -> None:
+    rewrite(made.folder.manifest(3), lambda content: [content.pop(name) for name in ("attempt", "parameters_digest")])
+    assert verify(made.folder).faults == [] and manifest.load(made.folder, 3).attempt == 0
+
+
 def test_a_cursor_that_skips_a_prompt_is_a_fault(made: MadeRun) -> None:
     rewrite(made.folder.manifest(3), lambda content: content["cursor"].update(position=9))
     assert "sampling ended at" in only(verify(made.folder)).problem

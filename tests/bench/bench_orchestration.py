@@ -51,7 +51,7 @@ async def plain_shard(prompts: TableRef, shard: Shard, context: StepContext) -> 
 
 async def plain_step(root: str, run: str, step: int, start: Position) -> Position:
     """`iteration` without Prefect: the same functions in the same order."""
-    context, _ = open_step(root, run, step, start.version)
+    context = open_step(root, run, step, start.version)
     count = context.parameters.rollout.shards
     sampled = sample_prompts.fn(
         context.order, start.cursor, context.plan.rollout_batch_size, round_=0, store=context.store

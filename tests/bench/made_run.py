@@ -68,7 +68,7 @@ def begin_run(
         parameters_digest=runs.parameters_digest(parameters),
         provenance=Provenance("", "", [], nothing),
         data={"prompts": asdict(ref), "eval": None, "too_long": 2, "bad_lines": 1},
-        model={},
+        model={"path": "", "folder": str(Path(__file__).parent), "config": {}},
     )
     runs.create(folder, record)
     return MadeRun(folder, parameters, table)
@@ -216,6 +216,8 @@ def _close(made: MadeRun, store: StepStore, cursor: Cursor, counts: dict[str, in
             commits=manifest.commit_entries(list(commits.values())),
             accounting=counts,
             metrics={},
+            attempt=1,
+            parameters_digest=runs.parameters_digest(made.parameters),
         ),
     )
 
