@@ -31,7 +31,7 @@ def write(folder: RunFolder, number: int) -> CheckpointRef:
     """What an engine leaves: files, hidden and nested ones too, and no manifest."""
     uri = folder.trainer_state(number)
     for name in ("state", ".metadata", "ranks/0"):
-        files.publish(files.join(uri, name), STATE + name.encode() + str(number).encode())
+        files.publish(files.join(uri, name), STATE + f"{name}{number}".encode(), overwrite=True)
     return CheckpointRef(uri, version(number), f"key-{number}", {"tensor_parallel": 2})
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
-from milepost.storage import files, manifest, runs
+from milepost.storage import checkpoints, files, manifest, retention, runs
 from milepost.storage.journal import JournalConflict, Slot, StepStore
 from milepost.storage.lease import LeaseHeld, LeaseLost, hold
 from milepost.storage.manifest import StepManifest
@@ -24,6 +25,7 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.schema import PROMPTS, ROLLOUTS, from_rows
 from milepost.storage.tables import DamagedTable, read_table, write_table
 
+from .test_checkpoints import publish as publish_checkpoint
 from .test_runs import record
 from .test_tables import rollout
 
@@ -43,6 +45,17 @@ folder = runs.run_folder(sys.argv[1], "first")
 with hold(folder) as lease:
     StepStore(folder.step(0), "first", 0, lease.fence).write("generated", from_rows([rollout("a")], ROLLOUTS), ROLLOUTS)
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+KILLED_BEFORE_ITS_MANIFEST = """
+import os, signal, sys
+from milepost.storage import files, runs
+from tests.test_checkpoints import publish
+
+folder = runs.run_folder(sys.argv[1], "first")
+publish(folder, 1)
+files.publish_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+publish(folder, 2)
 """
 
 
@@ -235,3 +248,56 @@ def test_a_kill_between_a_table_and_its_commit_leaves_a_stage_to_be_run_again(ro
         assert [ref.uri.rsplit("/", 1)[-1]] == orphans
         assert store.commit(SLOT, "k", {"rollouts": ref}, started=0.0).fence == 2
     assert read_table(store.committed(SLOT, "k").tables["rollouts"]).num_rows == 1
+
+
+def test_a_kill_between_the_files_and_the_manifest_leaves_no_checkpoint(root: str, folder: RunFolder) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED_BEFORE_ITS_MANIFEST, root], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert files.names(folder.checkpoint(2)) == ["ranks", "state"]
+    assert checkpoints.complete(folder) == [1]
+    found = checkpoints.latest(folder)
+    assert found is not None and (found.uri, found.version.step) == (folder.trainer_state(1), 1)
+    publish_checkpoint(folder, 2)
+    assert checkpoints.complete(folder) == [1, 2]
+
+
+def test_another_machine_fetches_a_checkpoint_and_only_what_it_lacks(folder: RunFolder) -> None:
+    publish_checkpoint(folder, 1)
+    shutil.rmtree(folder.workspace)
+    assert checkpoints.latest(folder) is not None
+    here = Path(folder.trainer_state(1))
+    kept, lost = here / "state", here / "ranks" / "0"
+    before = kept.stat().st_ino, kept.stat().st_mtime_ns
+    lost.write_bytes(b"half")
+    assert checkpoints.latest(folder) == checkpoints.reference(folder, 1)
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == before
+    assert checkpoints.require_complete(str(here)) == checkpoints.load_manifest(folder.checkpoint(1))
+
+
+def test_a_checkpoint_that_changed_in_the_bucket_is_passed_over(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish_checkpoint(folder, 1, 2)
+    uri = files.join(folder.checkpoint(2), "state")
+    put_by_another(uri, files.read(uri)[:-1] + b"?")
+    shutil.rmtree(folder.workspace)
+    found = checkpoints.latest(folder)
+    assert found is not None and found.version.step == 1
+    assert "state has changed since it was saved" in caplog.text
+    assert checkpoints.faults(folder.checkpoint(2)) == ["state has changed since it was saved"]
+
+
+def test_retention_removes_checkpoints_from_the_bucket_and_copies_from_the_workspace(folder: RunFolder) -> None:
+    publish_checkpoint(folder, 1, 2, 3)
+    assert retention.retain(folder, keep_last=2) == [1]
+    assert checkpoints.complete(folder) == [2, 3] and not files.exists(folder.checkpoint(1))
+    assert files.names(files.join(folder.workspace, "checkpoints")) == ["000003"]
+
+
+def test_a_published_checkpoint_is_not_uploaded_again(folder: RunFolder) -> None:
+    publish_checkpoint(folder, 1)
+    changed = Path(folder.trainer_state(1), "state")
+    changed.write_bytes(b"another")
+    with pytest.raises(files.AlreadyPublished, match="000001"):
+        checkpoints.publish(folder, checkpoints.reference(folder, 1))
+    assert checkpoints.faults(folder.checkpoint(1)) == []
