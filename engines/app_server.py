@@ -95,6 +95,11 @@ class AppServer:
             raise RuntimeError("the application is not running")
         return self._server.url
 
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
+    def stack(self) -> str:
+        """What every thread is doing now, for an application that does not answer."""
+        return cluster.stacks_here()
+
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop()

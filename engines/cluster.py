@@ -4,12 +4,16 @@ A wait polls a future, because `ray.get` swallows SIGTERM; connecting puts the p
 `ray.init` replaces them.
 """
 
+import asyncio
 import concurrent.futures
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 # Ray listens on every interface, so its token is its lock; it reads the mode while it is imported.
@@ -20,6 +24,7 @@ import ray
 NAMESPACE = "milepost"
 CONTROL = "control"  # the concurrency group of methods that answer while an actor works
 POLL_SECONDS = 0.2
+STACK_SECONDS = 5.0
 NAME_SECONDS = 15.0
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 
@@ -114,19 +119,63 @@ def wait(ref: Any, timeout_seconds: float, *, what: str) -> Any:
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
-            return future.result(timeout=POLL_SECONDS)
+            with _own_errors(what):
+                return future.result(timeout=POLL_SECONDS)
         except concurrent.futures.TimeoutError:
             if time.monotonic() > deadline:
-                raise EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s") from None
-        except ray.exceptions.RayActorError as error:
-            raise EngineDied(f"the process that was asked for {what} ended: start the engines again") from error
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause or error from None
+                raise _late(what, timeout_seconds) from None
 
 
-def wait_all(refs: Sequence[Any], timeout_seconds: float, *, what: str) -> list[Any]:
-    deadline = time.monotonic() + timeout_seconds
-    return [wait(ref, max(0.0, deadline - time.monotonic()), what=what) for ref in refs]
+async def answer(ref: Any, timeout_seconds: float, *, what: str) -> Any:
+    """`wait` for a caller on an event loop."""
+    future = asyncio.wrap_future(ref.future())
+    done, _ = await asyncio.wait([future], timeout=timeout_seconds)
+    if not done:
+        raise _late(what, timeout_seconds)
+    with _own_errors(what):
+        return future.result()
+
+
+def _late(what: str, timeout_seconds: float) -> EngineTimeout:
+    return EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s")
+
+
+@contextmanager
+def _own_errors(what: str) -> Iterator[None]:
+    """An actor's own error as it was raised there, and EngineDied in place of Ray's word for it."""
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        raise EngineDied(f"the process that was asked for {what} ended: start the engines again") from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause or error from None
+
+
+def stacks_here() -> str:
+    """What every thread of this process is doing now, as tracebacks."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def stacks_of(names: Sequence[str]) -> dict[str, str]:
+    """The stacks of the actors called `names`, which have a method `stack`; the reason for one that cannot tell."""
+    asked: dict[str, Any] = {}
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            asked[name] = actor(name).stack.remote()
+        except EngineMissing as error:
+            found[name] = str(error)
+    deadline = time.monotonic() + STACK_SECONDS
+    for name, ref in asked.items():
+        try:
+            found[name] = str(wait(ref, max(0.0, deadline - time.monotonic()), what=f"the stack of {name}"))
+        except EngineFailure as error:
+            found[name] = f"{error}; it is stopped, dead, or in native code that holds the interpreter"
+    return found
 
 
 def kill(handle: Any) -> None:

@@ -3,6 +3,7 @@
 They belong to the process that started them and end with it; others find them by name.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,14 +13,9 @@ from typing import Any
 from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
 from milepost.engines.graders import GraderPool
-from milepost.engines.rollout_actor import (
-    EmbeddedEngine,
-    FakeEngine,
-    RolloutActor,
-    connect_rollout_engine,
-    start_rollout_engine,
-)
-from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
+from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, engine_name, start_rollout_engine
+from milepost.engines.served_engine import EmbeddedEngine, FakeEngine
+from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, rank_name, start_train_engine
 from milepost.storage.parameters import Parameters
 
 ROUTER_FACTORY = "milepost.router.app:build_app"
@@ -66,28 +62,34 @@ def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActo
     return start_train_engine(run, setup, rank_class=RANKS[parameters.engines.train], timeout_seconds=timeout)
 
 
-def _start_rollout(
-    run: str, index: int, parameters: Parameters, model_dir: str, options: Mapping[str, Any]
+def start_rollout(
+    run: str, index: int, parameters: Parameters, model_dir: str, *, options: Mapping[str, Any] | None = None
 ) -> RolloutActor:
+    """Start rollout engine `index`, with the weights of `model_dir`, and wait until it serves; its caller owns it."""
     return start_rollout_engine(
         run,
         index,
         engine_class=_engine_class(parameters),
         timeout_seconds=parameters.engines.start_timeout_seconds,
+        call_timeout_seconds=parameters.sync.timeout_seconds,
         model_dir=model_dir,
         host="127.0.0.1",
         threads=parameters.engines.rollout_threads,
         max_running_requests=parameters.engines.max_running_requests,
         context_length=parameters.model.context_length,
         dtype=parameters.perf.dtype,
-        **options,
+        **(options or _engine_options(parameters)),
     )
 
 
 def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters) -> RunningApp:
     workers = [engine.url() for engine in engines]
     kwargs = {"workers": workers, "request_timeout_seconds": parameters.rollout.timeout_seconds}
-    return start_app(f"{run}/router", ROUTER_FACTORY, kwargs)
+    return start_app(_router_name(run), ROUTER_FACTORY, kwargs)
+
+
+def _router_name(run: str) -> str:
+    return f"{run}/router"
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def fleet(
     with ExitStack() as stack:
         engines = []
         for index in range(parameters.engines.rollout_engines):
-            engine = _start_rollout(run, index, parameters, model_dir, engine_options or _engine_options(parameters))
+            engine = start_rollout(run, index, parameters, model_dir, options=engine_options)
             stack.callback(engine.close)
             engines.append(engine)
         trainer = start_trainer(run, parameters, model_dir)
@@ -114,13 +116,23 @@ def fleet(
 
 
 def connect_fleet(run: str, parameters: Parameters) -> Fleet:
-    """The running engines of `run`; LookupError names the one that is missing."""
-    timeout = parameters.sync.timeout_seconds
+    """The running engines of `run`; EngineMissing names the rank or router that is not there.
+
+    How long the trainer may take is for the caller to say: a stage has a deadline.
+    """
+    timeout, count = parameters.sync.timeout_seconds, parameters.engines.rollout_engines
     return Fleet(
-        trainer=connect_train_engine(run, world_size(parameters), timeout_seconds=timeout),
-        engines=[connect_rollout_engine(run, index) for index in range(parameters.engines.rollout_engines)],
-        router_url=cluster.wait(cluster.actor(f"{run}/router").url.remote(), timeout, what="the router"),
+        trainer=connect_train_engine(run, world_size(parameters), timeout_seconds=math.inf),
+        engines=[connect_rollout_engine(run, index, timeout_seconds=timeout) for index in range(count)],
+        router_url=cluster.wait(cluster.actor(_router_name(run)).url.remote(), timeout, what="the router"),
     )
+
+
+def stacks(run: str, parameters: Parameters) -> dict[str, str]:
+    """What every thread of every engine of `run` is doing now, by the engine's name; and of this process."""
+    ranks = [rank_name(run, rank) for rank in range(world_size(parameters))]
+    engines = [engine_name(run, index) for index in range(parameters.engines.rollout_engines)]
+    return cluster.stacks_of([*ranks, *engines, _router_name(run)]) | {"this process": cluster.stacks_here()}
 
 
 def is_engine_failure(error: BaseException) -> bool:

@@ -1,7 +1,5 @@
 """The Ray actor around one trainer rank. The rank's class is named, so that only the actor's process imports it."""
 
-import sys
-import traceback
 from typing import Any
 
 from milepost.engines import cluster
@@ -21,6 +19,5 @@ class RankActor:
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def stack(self) -> str:
-        """What every thread of this process is doing now, for a rank that does not answer."""
-        frames = sys._current_frames().values()
-        return "\n".join("".join(traceback.format_stack(frame)) for frame in frames)
+        """What every thread is doing now, for a rank that takes too long."""
+        return cluster.stacks_here()

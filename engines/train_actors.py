@@ -95,7 +95,10 @@ def _first_answer(refs: Sequence[Any], timeout_seconds: float, *, what: str) -> 
                     f"rank {refs.index(ref)} died during {what}: restore the last checkpoint"
                 ) from error
         if pending and time.monotonic() > deadline:
-            raise cluster.EngineTimeout(f"{what} did not finish within {timeout_seconds:g} s")
+            silent = ", ".join(str(refs.index(ref)) for ref in pending)
+            raise cluster.EngineTimeout(
+                f"{what} did not finish within {timeout_seconds:g} s, no answer came from rank {silent}"
+            )
     return cluster.wait(refs[0], timeout_seconds, what=what)
 
 

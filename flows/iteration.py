@@ -7,6 +7,7 @@ from prefect import flow
 
 from milepost.engines.fleet import Fleet, connect_fleet
 from milepost.engines.protocols import WeightVersion
+from milepost.flows.deadline import Deadlines, longest_stages
 from milepost.flows.outcome import recorded
 from milepost.storage import attempts, runs
 from milepost.storage.accounting import accounting
@@ -51,6 +52,7 @@ class StepContext:
     order: PromptOrder
     fleet: Fleet
     version: WeightVersion
+    deadlines: Deadlines
 
     @property
     def parameters(self) -> Parameters:
@@ -80,7 +82,8 @@ class Collected:
 async def shard_pipeline(prompts: TableRef, shard: Shard, context: StepContext) -> Filtered:
     """One shard from prompts to kept samples; a slow shard delays no other."""
     parameters, store = context.parameters, context.store
-    generated = await generate_rollouts(
+    generated = await context.deadlines.run(
+        generate_rollouts,
         prompts,
         shard,
         context.sampling,
@@ -89,8 +92,11 @@ async def shard_pipeline(prompts: TableRef, shard: Shard, context: StepContext) 
         router_url=context.fleet.router_url,
         store=store,
     )
-    scored = await score_rollouts(generated, shard, parameters.reward, run=context.folder.run_id, store=store)
-    return filter_rollouts(scored, shard, parameters.filter, store=store)
+    scored = await context.deadlines.run(
+        score_rollouts, generated, shard, parameters.reward, run=context.folder.run_id, store=store
+    )
+    filtered: Filtered = await context.deadlines.run(filter_rollouts, scored, shard, parameters.filter, store=store)
+    return filtered
 
 
 async def run_round(prompts: TableRef, round_: int, context: StepContext) -> list[Filtered]:
@@ -108,7 +114,9 @@ async def collect(cursor: Cursor, context: StepContext) -> Collected:
     shards: list[TableRef] = []
     kept = 0
     for round_ in range(filtering.max_rounds):
-        sampled = sample_prompts(context.order, cursor, wanted, round_=round_, store=context.store)
+        sampled = await context.deadlines.run(
+            sample_prompts, context.order, cursor, wanted, round_=round_, store=context.store
+        )
         cursor = sampled.cursor
         filtered = await run_round(sampled.prompts, round_, context)
         shards += [part.rollouts for part in filtered]
@@ -142,11 +150,13 @@ def open_step(root: str, run: str, step: int, version: WeightVersion, fence: int
         ),
         fleet=connect_fleet(run, record.parameters),
         version=version,
+        deadlines=Deadlines(record.parameters.engines, longest_stages(folder, step)),
     )
 
 
 async def optimize(collected: Collected, context: StepContext) -> Optimized:
-    return await optimize_policy(
+    optimized: Optimized = await context.deadlines.run(
+        optimize_policy,
         collected.shards if collected.train else [],
         context.parameters.algorithm,
         context.plan,
@@ -154,12 +164,14 @@ async def optimize(collected: Collected, context: StepContext) -> Optimized:
         engine=context.fleet.trainer,
         store=context.store,
     )
+    return optimized
 
 
 async def sync(context: StepContext, *, save: bool) -> Synced:
     """Weights and checkpoints are not in the journal, so an owner that lost the run is stopped here."""
     context.store.check_fence()
-    return await sync_weights(
+    synced: Synced = await context.deadlines.run(
+        sync_weights,
         context.store.step + 1,
         context.parameters.sync,
         save=save,
@@ -168,11 +180,13 @@ async def sync(context: StepContext, *, save: bool) -> Synced:
         engines=context.fleet.engines,
         router_url=context.fleet.router_url,
     )
+    return synced
 
 
 def close(context: StepContext, collected: Collected, optimized: Optimized, synced: Synced) -> StepManifest:
     table = concat([read_table(ref) for ref in collected.shards], ROLLOUTS)
-    metrics = rollout_metrics(table) | update_metrics(optimized.results) | stage_seconds(context.store)
+    seconds = stage_seconds(context.store) | {"time/sync": synced.seconds}
+    metrics = rollout_metrics(table) | update_metrics(optimized.results) | seconds
     return close_step(
         context.store,
         context.folder,

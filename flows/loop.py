@@ -7,12 +7,14 @@ from prefect.runtime import flow_run
 
 from milepost.engines.fleet import Fleet, fleet, is_engine_failure, is_joined, joined_cluster
 from milepost.engines.protocols import WeightVersion
+from milepost.flows.deadline import stacks_kept
 from milepost.flows.failure import first_cause, sentence
 from milepost.flows.iteration import Position
 from milepost.flows.progress import Advance, progress_bar, say, step_text
 from milepost.flows.report import write_report
 from milepost.flows.services import running
 from milepost.flows.start import Launched
+from milepost.flows.supervision import Restarts, supervised
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.flows.view import View
 from milepost.storage import files, manifest
@@ -63,7 +65,7 @@ def eval_due(step: int, steps: int, every: int) -> bool:
     return every > 0 and (step in (0, steps) or step % every == 0)
 
 
-async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advance: Advance) -> None:
+async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advance: Advance, restarts: Restarts) -> None:
     """Every step from where the run stands, with evaluation where it is due."""
     begin, position = await recover(launched, engines)
     steps, every = launched.record.steps, launched.parameters.eval.every_steps
@@ -74,6 +76,7 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
         begun = time.monotonic()
         position = await view.step(launched.root, launched.folder.run_id, step, position)
         closed = manifest.load(launched.folder, step)
+        restarts.refill()
         tracker.step(closed)
         advance(step_text(closed.metrics, time.monotonic() - begun))
     if eval_due(steps, steps, every):
@@ -81,18 +84,20 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
 
 
 async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) -> None:
-    """The steps, on new engines each time one dies, up to `engines.max_restarts` times."""
-    left = launched.parameters.engines.max_restarts
+    """The steps, on new engines each time that something other than a rollout engine dies or hangs."""
+    restarts = Restarts(launched.parameters.engines.max_restarts)
     while True:
         try:
             with fleet(launched.folder.run_id, launched.parameters, launched.record.model["folder"]) as engines:
-                await run_steps(launched, engines, tracker, advance)
+                async with stacks_kept(launched):
+                    steps = run_steps(launched, engines, tracker, advance, restarts)
+                    await supervised(steps, launched, engines, restarts)
             return
         except Exception as error:  # an engine may fail inside any group of shards; everything else is raised on
             cause = first_cause(error)
-            if not is_engine_failure(cause) or left == 0:
+            if not is_engine_failure(cause):
                 raise
-            left -= 1
+            restarts.take(error)
             say(f"{sentence(cause)}; the engines start again")
 
 

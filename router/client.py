@@ -1,4 +1,4 @@
-"""Asking over HTTP: one completion from an engine or a router that speaks SGLang's `/generate`; weights of a router.
+"""Asking over HTTP for one completion from an engine or a router that speaks SGLang's `/generate`.
 
 What comes back is checked here: as many finite log-probabilities as tokens, and a weight version, or it is an error.
 """
@@ -18,7 +18,7 @@ from milepost.engines.protocols import Completion, GenerateRequest, WeightVersio
 FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
 ABORT_TIMEOUT_SECONDS = 5.0
-CONTROL_TIMEOUT_SECONDS = 60.0
+UNAVAILABLE = 503
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -60,7 +60,11 @@ async def _post(client: aiohttp.ClientSession, url: str, body: Any, *, timeout_s
 
 @dataclass(frozen=True)
 class HttpGenerate:
-    """Generate over HTTP. `timeout_seconds` bounds a request with all its `retries`; the caller owns `client`."""
+    """Generate over HTTP. `timeout_seconds` bounds a request with all its attempts; the caller owns `client`.
+
+    A server that says that nobody can serve now (503) is asked until the deadline, because an engine may be starting;
+    other failures are tried again `retries` times.
+    """
 
     url: str
     client: aiohttp.ClientSession
@@ -73,32 +77,38 @@ class HttpGenerate:
         Raises RequestRefused for a 4xx answer, GenerationFailed when every attempt failed, TimeoutError after the
         deadline (the request is then aborted in the engines), ValueError for an answer that is not sound.
         """
+        problems: list[str] = []
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                answer = await self._ask(request)
+                answer = await self._ask(request, problems)
         except TimeoutError:
             await self._abort(request.sample_id)
-            message = f"sample {request.sample_id!r} had no answer within {self.timeout_seconds:g} s and was aborted"
-            raise TimeoutError(message) from None
+            late = f"sample {request.sample_id!r} had no answer within {self.timeout_seconds:g} s and was aborted"
+            raise TimeoutError(": ".join([late, *problems[-1:]])) from None
         return parse_completion(request.sample_id, answer)
 
-    async def _ask(self, request: GenerateRequest) -> Any:
-        problem = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                await asyncio.sleep(_delay(attempt))
+    async def _ask(self, request: GenerateRequest, problems: list[str]) -> Any:
+        """The body of the first answer that is none of a failure; `problems` gets every one that is."""
+        failures = 0
+        while True:
             try:
                 reply = await self._post(request)
             except aiohttp.ClientError as error:
-                problem = f"{type(error).__name__}: {error}".rstrip(": ")
-                continue
-            if reply.status < 400:
-                return _body(request.sample_id, reply)
-            problem = f"{reply.status} {sentence(reply)}"
-            if reply.status < 500:
-                raise RequestRefused(f"sample {request.sample_id!r} was refused by {self.url}: {problem}")
-        attempts = f"{self.retries + 1} attempts" if self.retries else "1 attempt"
-        raise GenerationFailed(f"sample {request.sample_id!r} failed at {self.url} after {attempts}: {problem}")
+                problems.append(f"{type(error).__name__}: {error}".rstrip(": "))
+                failures += 1
+            else:
+                if reply.status < 400:
+                    return _body(request.sample_id, reply)
+                problems.append(f"{reply.status} {sentence(reply)}")
+                if reply.status < 500:
+                    raise RequestRefused(f"sample {request.sample_id!r} was refused by {self.url}: {problems[-1]}")
+                failures += reply.status != UNAVAILABLE
+            if failures > self.retries:
+                attempts = f"{len(problems)} attempts" if len(problems) > 1 else "1 attempt"
+                raise GenerationFailed(
+                    f"sample {request.sample_id!r} failed at {self.url} after {attempts}: {problems[-1]}"
+                )
+            await asyncio.sleep(_delay(len(problems)))
 
     async def _post(self, request: GenerateRequest) -> Reply:
         body = {
@@ -115,25 +125,9 @@ class HttpGenerate:
             await _post(self.client, f"{self.url}/abort_request", {"rid": rid}, timeout_seconds=ABORT_TIMEOUT_SECONDS)
 
 
-async def set_weight_version(url: str, version: WeightVersion | None, *, token: str | None = None) -> list[str]:
-    """Tell the router at `url` which weights are current; the URLs of the engines that serve from now on.
-
-    ConnectionError when the router does not answer or refuses.
-    """
-    body = {"weight_version": None if version is None else str(version)}
-    try:
-        async with open_client(1, token=token) as client:
-            reply = await _post(client, f"{url}/weight_version", body, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConnectionError(f"the router at {url} did not answer: {type(error).__name__}: {error}") from None
-    if reply.status != 200:
-        raise ConnectionError(f"the router at {url} refused weights {version}: {sentence(reply)}")
-    return [worker["url"] for worker in json.loads(reply.body)["workers"] if worker["state"] == "healthy"]
-
-
 def _delay(attempt: int) -> float:
-    """Seconds before attempt `attempt`: doubling, and drawn from its upper half so that retries do not come in step."""
-    longest = min(FIRST_DELAY_SECONDS * 2 ** (attempt - 1), LONGEST_DELAY_SECONDS)
+    """Seconds after attempt `attempt`, from 1: doubling, and drawn so that retries do not come in step."""
+    longest = min(FIRST_DELAY_SECONDS * 2 ** min(attempt - 1, 10), LONGEST_DELAY_SECONDS)
     return random.uniform(longest / 2, longest)
 
 

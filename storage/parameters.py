@@ -212,7 +212,11 @@ class EnginesSection(Section):
     start_timeout_seconds: PositiveFloat = 300.0
     """Deadline for an engine to become ready."""
     max_restarts: NonNegativeInt = 3
-    """Times that dead engines are started again in one attempt at a run; then the run fails."""
+    """Times that dead engines are started again before a step is finished; then the run fails."""
+    stage_timeout_seconds: PositiveFloat | None = None
+    """Deadline of each stage of a step; empty for a multiple of the longest it took in the last ten steps."""
+    stage_timeout_factor: Annotated[float, Field(gt=1)] = 10.0
+    """The multiple; a deadline that is worked out is never under half an hour."""
 
 
 class TrackingSection(Section):

@@ -12,13 +12,8 @@ from safetensors.torch import load_file, save_file
 from milepost.engines.app_server import start_app
 from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import WeightSource, WeightVersion
-from milepost.engines.rollout_actor import (
-    EmbeddedEngine,
-    FakeEngine,
-    RolloutActor,
-    connect_rollout_engine,
-    start_rollout_engine,
-)
+from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, start_rollout_engine
+from milepost.engines.served_engine import EmbeddedEngine, FakeEngine
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import write_character_tokenizer
 
@@ -118,7 +113,7 @@ def test_a_running_engine_is_found_by_run_and_index_and_paused_from_there(engine
     again.resume()
     assert len(generate(again.url())["output_ids"]) == 20
     with pytest.raises(LookupError, match="no engine called 'run/rollout-5'"):
-        connect_rollout_engine("run", 5)
+        connect_rollout_engine("run", 5).url()
 
 
 def test_an_engine_that_cannot_start_says_why_in_its_own_words(tmp_path: Path) -> None:

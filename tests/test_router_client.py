@@ -16,7 +16,6 @@ from milepost.router.client import (
     RequestRefused,
     open_client,
     parse_completion,
-    set_weight_version,
 )
 
 REQUEST = GenerateRequest("000000-0-0000-000", [1, 2], {"max_new_tokens": 2, "temperature": 1.0})
@@ -94,9 +93,21 @@ def test_a_server_error_and_a_broken_connection_are_tried_again() -> None:
 
 
 def test_when_every_attempt_fails_the_last_problem_is_told() -> None:
-    answer, _ = scripted((502, "first"), (503, {"message": "no worker"}))
-    with pytest.raises(GenerationFailed, match="after 2 attempts: 503 no worker"):
+    answer, _ = scripted((502, "first"), (500, {"message": "broken"}))
+    with pytest.raises(GenerationFailed, match="after 2 attempts: 500 broken"):
         generate(answer, retries=1)
+
+
+def test_a_server_that_cannot_serve_now_is_asked_until_it_can() -> None:
+    answer, seen = scripted(*[(503, "no worker can serve now")] * 4, (200, answer_of()))
+    assert generate(answer, retries=0).output_ids
+    assert len(seen) == 5
+
+
+def test_the_deadline_of_a_request_names_what_stood_in_its_way() -> None:
+    answer, _ = scripted(*[(503, "no worker can serve now")] * 50)
+    with pytest.raises(TimeoutError, match="within 0.5 s and was aborted: 503 no worker can serve now"):
+        generate(answer, timeout_seconds=0.5)
 
 
 def test_a_request_past_its_deadline_is_aborted_in_the_engine() -> None:
@@ -160,8 +171,3 @@ def test_a_sample_aborted_before_its_first_token_is_a_completion(logprobs: dict[
     meta = {"finish_reason": {"type": "abort"}, "weight_version": "0-a", **logprobs}
     found = parse_completion("s", {"text": "", "output_ids": [], "meta_info": meta})
     assert (found.finish_reason, found.output_ids, found.logprobs) == ("abort", [], [])
-
-
-def test_a_router_that_is_not_there_is_one_sentence() -> None:
-    with pytest.raises(ConnectionError, match=r"the router at http://127\.0\.0\.1:9 did not answer"):
-        asyncio.run(set_weight_version("http://127.0.0.1:9", WeightVersion(1, "bb")))

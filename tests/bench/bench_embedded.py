@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from milepost.engines import cluster
-from milepost.engines.rollout_actor import EmbeddedEngine, start_rollout_engine
+from milepost.engines.rollout_actor import start_rollout_engine
+from milepost.engines.served_engine import EmbeddedEngine
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import write_character_tokenizer
 

@@ -1,0 +1,100 @@
+"""Rollout engines that die are started again one by one, while the step they served goes on.
+
+The router sends a dead engine's requests to the others, or says that nobody can serve now and is asked again; a new
+engine is admitted with the current weights only.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.engines.cluster import EngineDied, EngineMissing, EngineTimeout
+from milepost.engines.fleet import Fleet, start_rollout
+from milepost.engines.rollout_actor import RolloutActor
+from milepost.flows.progress import say
+from milepost.flows.start import Launched
+from milepost.router.control import add_worker, remove_worker, rotation
+from milepost.storage.runs import RunFolder
+from milepost.tasks.sync import current_weights, load_into
+
+WATCH_SECONDS = 1.0
+STALE_SECONDS = 0.5
+
+
+@dataclass
+class Restarts:
+    """How often engines may still be started again before a step is finished."""
+
+    limit: int
+    used: int = 0
+
+    def take(self, cause: Exception) -> None:
+        """Raise `cause` when there is none left."""
+        if self.used >= self.limit:
+            raise cause
+        self.used += 1
+
+    def refill(self) -> None:
+        self.used = 0
+
+
+async def supervised(work: Coroutine[Any, Any, None], launched: Launched, fleet: Fleet, restarts: Restarts) -> None:
+    """Do `work`; a rollout engine that dies meanwhile is started again, and when that fails the work is cancelled."""
+    with ExitStack() as owned:
+        try:
+            async with asyncio.TaskGroup() as group:
+                engines = range(len(fleet.engines))
+                watching = [group.create_task(_keep(index, launched, fleet, restarts, owned)) for index in engines]
+                await work
+                for watch in watching:
+                    watch.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # what failed first; the others were cancelled for it
+
+
+async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts, owned: ExitStack) -> None:
+    """Watch engine `index` for ever; `owned` ends what is started here."""
+    engine = fleet.engines[index]
+    url = await asyncio.to_thread(engine.url)
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        try:
+            await engine.require_alive()
+        except EngineTimeout:
+            continue  # it lives and is slow: the deadline of the stage decides
+        except (EngineDied, EngineMissing) as error:
+            restarts.take(error)
+            say(f"rollout engine {index} died and starts again")
+            await _dismiss(url, fleet.router_url)
+            await asyncio.to_thread(engine.close)  # Ray keeps a dead actor's name until it is told to
+            new = await asyncio.to_thread(_start, index, launched)
+            owned.callback(new.close)
+            url = await admit(new, launched.folder, fleet.router_url)
+
+
+def _start(index: int, launched: Launched) -> RolloutActor:
+    return start_rollout(launched.folder.run_id, index, launched.parameters, launched.record.model["folder"])
+
+
+async def _dismiss(url: str, router_url: str) -> None:
+    for worker in (await rotation(router_url)).workers:
+        if worker.url == url:
+            await remove_worker(router_url, worker)
+
+
+async def admit(engine: RolloutActor, folder: RunFolder, router_url: str) -> str:
+    """Load the current weights into a new engine and let the router use it; again while they change. Its URL.
+
+    A push that found the engine still starting has named its weights before, so it is seen here.
+    """
+    url = await asyncio.to_thread(engine.url)
+    while True:
+        source = current_weights(folder)
+        if source is not None and await asyncio.to_thread(engine.weight_version) != source.version:
+            await asyncio.to_thread(load_into, engine, source, mode="abort")
+        worker = await add_worker(router_url, url)
+        if worker.state != "stale" and current_weights(folder) == source:
+            return url
+        await asyncio.sleep(STALE_SECONDS)
