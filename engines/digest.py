@@ -9,8 +9,9 @@ import torch
 def tensor_digest(tensor: torch.Tensor) -> str:
     """BLAKE2b of dtype, shape and bytes: 32 hexadecimal digits."""
     flat = tensor.detach().to("cpu").contiguous()
-    header = f"{flat.dtype}{tuple(flat.shape)}".encode()
-    return hashlib.blake2b(header + flat.view(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+    found = hashlib.blake2b(f"{flat.dtype}{tuple(flat.shape)}".encode(), digest_size=16)
+    found.update(flat.view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
