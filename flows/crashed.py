@@ -54,10 +54,10 @@ def mark_superseded(run_uri: str, fence: int) -> None:
         _mark(client, is_superseded)
 
 
-def complete_unseen() -> None:
-    """End the steps below the flow run that calls this, between two steps, whose end Prefect could not be told."""
+def complete_unseen(parent: UUID) -> None:
+    """End the steps below a flow run, between two of them, whose end Prefect could not be told."""
     with _never_stops_a_start(), _client() as client:
-        for child in _children(client, UUID(flow_run.id)):
+        for child in _children(client, parent):
             state = Completed(message="this step went on while Prefect did not answer")
             client.set_flow_run_state(child.id, state, force=True)
 
@@ -84,12 +84,20 @@ def _owner(run: FlowRun) -> Owner:
 
 def _mark(client: SyncPrefectClient, is_dead: Callable[[FlowRun], bool]) -> None:
     """Read twice: one that ended in order between the first look and the death of its process keeps its state."""
-    dead = [run for run in _open_runs(client) if _is_labelled(run) and is_dead(run)]
+    dead = [run for run in _open_runs(client) if _is_labelled(run) and _provably(is_dead, run)]
     if not dead:
         return
     for run in _open_runs(client, [run.id for run in dead]):
         owner, command = _owner(run), run.labels["milepost.command"]
         _crash(client, run.id, f"{owner} was killed or lost this run; go on with: {command}")
+
+
+def _provably(is_dead: Callable[[FlowRun], bool], run: FlowRun) -> bool:
+    """Labels that cannot be read prove nothing."""
+    try:
+        return is_dead(run)
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _open_runs(client: SyncPrefectClient, ids: Sequence[UUID] | None = None) -> list[FlowRun]:

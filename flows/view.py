@@ -1,9 +1,11 @@
 """Prefect is only a view: a run whose Prefect server does not answer goes on, unseen until it answers again."""
 
 import asyncio
+from uuid import UUID
 
 import httpx
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from milepost.flows.crashed import complete_unseen
@@ -56,7 +58,7 @@ class View:
 
     async def _show(self, step: int) -> None:
         if not self._shows:
-            await asyncio.to_thread(complete_unseen)
+            await asyncio.to_thread(complete_unseen, UUID(flow_run.id))
             say(f"Prefect answers again and shows step {step}")
         self._shows = True
 
