@@ -43,7 +43,7 @@ def mark_gone(url: str) -> None:
 
 
 def mark_superseded(run_uri: str, fence: int) -> None:
-    """Mark every flow run that worked on this run under an earlier claim and neither released it nor ended."""
+    """Mark also every flow run that worked on this run under an earlier claim and neither released it nor ended."""
 
     def is_superseded(run: FlowRun) -> bool:
         before = int(run.labels["milepost.fence"])
@@ -51,7 +51,7 @@ def mark_superseded(run_uri: str, fence: int) -> None:
         return same and before < fence and not is_released(run_uri, before)
 
     with _never_stops_a_start(), _client() as client:
-        _mark(client, is_superseded)
+        _mark(client, lambda run: is_gone(_owner(run)) or is_superseded(run))
 
 
 def complete_unseen(parent: UUID) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect.exceptions import TerminationSignal
 
-from milepost.flows.failure import RunFailed, sentence
+from milepost.flows.failure import RunFailed, first_cause, sentence
 from milepost.flows.outcome import watched
 from milepost.flows.plan import make_plan
 from milepost.flows.progress import say
@@ -52,17 +52,13 @@ def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] =
 
 
 def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
-    with orderly_end(), prefect_api(say=say, console_level="CRITICAL"), watched() as outcome:
+    with orderly_end(), prefect_api(say=say, console_level="CRITICAL"):
         try:
-            asyncio.run(begin())
+            _run(begin)
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
-            cause = outcome.error or error  # Prefect's own, when it did not answer, says nothing about the run
-            if outcome.done and is_unreported(error):
-                say(f"run {folder.run_id} ended well; Prefect was not told, because it did not answer")
-            elif files.exists(folder.record):
-                raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(cause)}; {_hint(folder, root)}") from cause
-            else:
-                raise
+            if files.exists(folder.record):
+                raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(error)}; {_hint(folder, root)}") from error
+            raise
         except BaseException:  # Ctrl-C or SIGTERM: what is committed stands
             if files.exists(folder.record):
                 say(_hint(folder, root))
@@ -70,13 +66,32 @@ def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, 
     return summary(folder)
 
 
+def _run(begin: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    """Call a flow; how its body ended counts, and not that Prefect could not be told."""
+    with watched() as outcome:
+        try:
+            asyncio.run(begin())
+        except Exception as error:  # Prefect raises what the flow raised, and beside it errors of its own
+            if not is_unreported(error):
+                raise
+            if isinstance(outcome.error, asyncio.CancelledError):
+                raise KeyboardInterrupt from None
+            if outcome.error:
+                raise outcome.error from None
+            if not outcome.done:
+                raise
+            say("the run ended well; Prefect was not told, because it did not answer")
+
+
 @contextmanager
 def orderly_end() -> Iterator[None]:
     """SIGTERM during a flow, which Prefect turns into an error of its own, ends this process with code 0."""
     try:
         yield
-    except TerminationSignal:
-        raise SystemExit(0) from None
+    except BaseException as error:  # it may lie inside groups of what ran side by side when the signal came
+        if isinstance(first_cause(error), TerminationSignal):
+            raise SystemExit(0) from None
+        raise
 
 
 def _hint(folder: RunFolder, root: str) -> str:

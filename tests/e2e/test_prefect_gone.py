@@ -171,7 +171,17 @@ def test_a_run_whose_own_prefect_server_dies_ends_well(begin: Begin) -> None:
     code, said = command.end()
     assert (code, command.steps()) == (0, 8), said
     assert said.count("Prefect does not answer: the run goes on at step") == 1
-    assert "run gone ended well; Prefect was not told" in said and "Traceback" not in said
+    assert "the run ended well; Prefect was not told" in said and "Traceback" not in said
+
+
+def test_a_run_that_is_told_to_end_while_prefect_is_gone_ends_in_order(server: Server, begin: Begin) -> None:
+    command = begin(100_000, PREFECT_API_URL=server.url)
+    assert command.has_done(2), command.log.read_text()
+    server.kill()
+    assert command.has_done(command.steps() + 3), command.log.read_text()
+    command.process.terminate()
+    code, said = command.end()
+    assert code == 0 and "resume with: milepost resume gone" in said and "Traceback" not in said
 
 
 def test_a_run_that_fails_while_prefect_is_gone_says_why_it_failed(server: Server, begin: Begin) -> None:
