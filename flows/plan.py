@@ -20,6 +20,7 @@ from milepost.tasks.rewards import check_reward
 from milepost.tasks.rollouts import get_rollout
 
 GIB = 1024**3
+PARAMETER_BYTES = 500_000  # a Prefect server refuses a flow run whose parameters take more than 512 KiB
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -41,6 +42,12 @@ class RunPlan:
 def check_steps(steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps is {steps}, it must be at least 1")
+
+
+def check_size(parameters: Parameters) -> None:
+    size = len(parameters.model_dump_json())
+    if size > PARAMETER_BYTES:
+        raise ValueError(f"the parameters take {size} bytes and may take {PARAMETER_BYTES}: put long values into files")
 
 
 def check_names(parameters: Parameters) -> None:
@@ -78,6 +85,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     """
     run_folder(root, run)
     check_steps(steps)
+    check_size(parameters)
     batch = batch_plan(parameters)
     check_names(parameters)
     check_lengths(parameters)

@@ -8,6 +8,7 @@ from typing import Any
 
 from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
+from milepost.flows.report import evaluations
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
 from milepost.storage.parameters import Parameters
@@ -45,7 +46,10 @@ class Launched:
 
 
 def is_finished(folder: RunFolder, record: RunRecord) -> bool:
-    return len(manifest.finished_steps(folder)) >= record.steps
+    """Every step is closed, and the weights that the last one left are evaluated if they are to be."""
+    done = len(manifest.finished_steps(folder))
+    evaluated = not record.data["eval"] or not record.parameters.eval.every_steps
+    return done >= record.steps and (evaluated or done in [item.step for item in evaluations(folder)])
 
 
 def _store_prompts(folder: RunFolder, prompts: PromptSet, name: str) -> dict[str, Any]:

@@ -1,7 +1,19 @@
-"""Rewards that behave and misbehave as told."""
+"""Rewards, and a rollout function and an advantage, that behave and misbehave as told."""
 
+import os
 import time
+from collections.abc import Mapping
 from typing import Any
+
+import pyarrow as pa
+
+from milepost.engines.protocols import Generate
+from milepost.tasks.advantages import get_advantage
+from milepost.tasks.rollouts import RolloutParams, single_turn
+from milepost.tasks.samples import Prompt, Sample
+
+GENERATED: list[str] = []
+"""The samples that `recorded_turn` was asked for in this process."""
 
 
 def parity(sample: Any) -> float:
@@ -20,3 +32,22 @@ def hang_or_raise(sample: Any) -> float:
     if sample.prompt == "4+1=":
         raise RuntimeError("no verdict")
     return 1.0
+
+
+def recorded(sample: Any, log: str) -> float:
+    """`parity`, and a line in the file `log`."""
+    with open(log, "a") as file:
+        file.write(f"{sample.prompt} {os.getpid()}\n")
+    return parity(sample)
+
+
+async def recorded_turn(generate: Generate, prompt: Prompt, params: RolloutParams) -> Sample:
+    GENERATED.append(params.sample_id)
+    return await single_turn(generate, prompt, params)
+
+
+def breaks_in_step_one(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
+    """GRPO's, but while the file that MILEPOST_TEST_BREAK names exists, step 1 fails."""
+    if rollouts["step"][0].as_py() == 1 and os.path.exists(os.environ["MILEPOST_TEST_BREAK"]):
+        raise RuntimeError("broken as told")
+    return get_advantage("grpo")(rollouts, {})
