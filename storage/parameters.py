@@ -159,6 +159,14 @@ class PerfSection(Section):
     """Tokens of a forward and backward pass on one rank, padding included; longer samples go alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in trainer and engines."""
+    packing: bool = True
+    """Put samples behind each other instead of padding them to one length."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    colocate: bool = False
+    """Trainer and rollout engines share GPUs: each gives its memory up while the other works."""
     train_threads: NonNegativeInt = 0
     """CPU threads of each trainer rank; 0 lets torch choose."""
 
@@ -166,8 +174,12 @@ class PerfSection(Section):
 class SyncSection(Section):
     """How new weights reach the rollout engines."""
 
-    transport: Literal["disk"] = "disk"
-    """Weight transport."""
+    transport: Literal["disk", "delta", "tensor", "distributed"] = "disk"
+    """Whole folders, changed bytes only, shared memory on one machine, or a broadcast to other machines."""
+    checksum: Literal["sampled", "full"] = "sampled"
+    """Which of the tensors that an engine received are compared with what was sent."""
+    bucket_bytes: PositiveInt = 512 * 1024 * 1024
+    """Bytes that `tensor` and `distributed` send at a time."""
     timeout_seconds: PositiveFloat = 600.0
     """Deadline for all engines to load a version."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
@@ -201,8 +213,16 @@ class EnginesSection(Section):
 
     train: Literal["megatron", "fake"] = "megatron"
     """Train engine."""
-    rollout: Literal["embedded", "fake"] = "embedded"
-    """Rollout engine: `embedded` serves transformers on a CPU."""
+    rollout: Literal["embedded", "sglang", "fake"] = "embedded"
+    """Rollout engine: `embedded` serves transformers on a CPU, `sglang` starts or attaches to SGLang servers."""
+    sglang: dict[str, str | int | float | bool] = {}
+    """Flags of the SGLang server by name, such as `attention_backend`."""
+    sglang_python: str = ""
+    """Python interpreter that has SGLang; the one that runs Milepost when empty."""
+    sglang_urls: list[str] = []
+    """SGLang servers that run already, one for each rollout engine; none is started then."""
+    gpus_per_engine: PositiveInt = 1
+    """GPUs of one rollout engine: its tensor parallelism."""
     rollout_engines: PositiveInt = 1
     """Rollout engines behind the router."""
     rollout_threads: NonNegativeInt = 0
