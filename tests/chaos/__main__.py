@@ -12,9 +12,9 @@ from pathlib import Path
 
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
+from milepost.storage.manifest import finished_steps
 from tests.chaos.harness import (
     Case,
-    committed,
     compare,
     facts,
     finish,
@@ -25,6 +25,7 @@ from tests.chaos.harness import (
 )
 
 VICTIMS = ("flow", "engine", "rank", "router", "grader")
+BOUNDARIES = ("sample-r0", "generate-r0-s000", "score-r0-s001", "filter-r0-s000", "optimize-r0", "manifest")
 FAKE = ["engines.train=fake", "engines.rollout=fake"]
 
 
@@ -39,26 +40,15 @@ def prepare(root: Path) -> tuple[str, str]:
     return str(model), str(prompts)
 
 
-def boundaries(calm: Case) -> list[str]:
-    """One boundary of every kind, spread over the steps."""
-    kinds = ["sample-r0", "generate-r0-s000", "score-r0-s001", "filter-r0-s000", "optimize-r0", "manifest"]
-    wanted = [f"{index}/{kind}" for index, kind in enumerate(kinds)]
-    assert set(wanted) <= committed(calm.folder)
-    return wanted
-
-
-def disturb(case: Case, calm: Case, *, kills: int, generator: random.Random) -> dict[str, int]:
-    """Kill and resume; how often each victim was killed. It ends early when the run is done."""
+def disturb(case: Case, *, kills: int, generator: random.Random) -> dict[str, int]:
+    """Kill the flow after every stage, then every victim in turn at random moments; how often each was killed."""
     done = {victim: 0 for victim in VICTIMS}
-    for boundary in boundaries(calm):
-        done["flow"] += kill_flow_after(case, boundary)
-    for _ in range(kills):
-        victim = generator.choice(VICTIMS)
-        killed = kill_victim(case, victim, generator, to_the_end=False)
-        done[victim] += killed
-        print(f"{victim:8} {'killed' if killed else 'was done before it was killed'}", flush=True)
-        if not killed:
-            break
+    for step, slot in enumerate(BOUNDARIES):
+        done["flow"] += kill_flow_after(case, f"{step}/{slot}")
+    for number in range(kills):
+        victim = VICTIMS[number % len(VICTIMS)]
+        done[victim] += kill_victim(case, victim, generator, to_the_end=False)
+        print(f"{number + 1}/{kills} {victim}, at step {len(finished_steps(case.folder))}", flush=True)
     return done
 
 
@@ -89,17 +79,22 @@ def main() -> None:
         root = Path(folder)
         model, prompts = prepare(root)
         settings = settings_of(model, prompts, "checkpoint.every_steps=2", *([] if real else FAKE))
-        cases = []
         for name in ("calm", "disturbed"):
             (root / name).mkdir()
-            cases.append(Case(root / name, settings, 6 + 3 * options.random))
-        calm, disturbed = cases
-        finish(calm)
-        done = disturb(disturbed, calm, kills=options.random, generator=random.Random(options.seed))
-        finish(disturbed)
+        endless = Case(root / "disturbed", settings, 1_000_000)
+        done = disturb(endless, kills=options.random, generator=random.Random(options.seed))
+        steps = len(finished_steps(endless.folder)) + 1
+        calm, disturbed = (Case(root / name, settings, steps) for name in ("calm", "disturbed"))
+        for case in (disturbed, calm):
+            finish(case)
         found = losses(calm, disturbed, real=real)
     print("| kills | " + " | ".join(found) + " |\n|" + "---|" * (len(found) + 1))
-    print(f"| {sum(done.values())} ({done}) | " + " | ".join(str(value) for value in found.values()) + " |")
+    killed = ", ".join(f"{count} {victim}" for victim, count in done.items())
+    print(
+        f"| {sum(done.values())} in {steps} steps: {killed} | "
+        + " | ".join(str(value) for value in found.values())
+        + " |"
+    )
     sys.exit(any(found.values()))
 
 

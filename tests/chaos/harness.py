@@ -22,7 +22,7 @@ from milepost.storage.tables import TableRef, read_table
 MILEPOST = str(Path(sys.executable).parent / "milepost")
 RUN = "chaos"
 POLL_SECONDS = 0.005
-DEADLINE_SECONDS = 240.0
+DEADLINE_SECONDS = 600.0
 
 # What a victim's process is called; the flow is the command itself.
 VICTIMS = {

@@ -39,7 +39,7 @@ def test_the_flow_may_be_killed_at_every_boundary(tmp_path: Path, fake: Case) ->
     assert compare(fake, disturbed) == []
 
 
-@pytest.mark.parametrize("victim", ["engine", "rank", "router"])
+@pytest.mark.parametrize("victim", ["engine", "rank", "router", "grader"])
 def test_a_run_survives_the_death_of_an_engine(tmp_path: Path, fake: Case, victim: str) -> None:
     disturbed = begun(tmp_path / "run", fake.settings, steps=fake.steps)
     assert kill_victim(disturbed, victim, random.Random(0), to_the_end=True)
