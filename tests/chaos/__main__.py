@@ -90,11 +90,8 @@ def main() -> None:
         found = losses(calm, disturbed, real=real)
     print("| kills | " + " | ".join(found) + " |\n|" + "---|" * (len(found) + 1))
     killed = ", ".join(f"{count} {victim}" for victim, count in done.items())
-    print(
-        f"| {sum(done.values())} in {steps} steps: {killed} | "
-        + " | ".join(str(value) for value in found.values())
-        + " |"
-    )
+    row = [f"{sum(done.values())} in {steps} steps: {killed}", *map(str, found.values())]
+    print(f"| {' | '.join(row)} |")
     sys.exit(any(found.values()))
 
 
