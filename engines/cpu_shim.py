@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 _ANSWERS = {"current_device": CPU, "current_stream": None, "set_device": None, "synchronize": None}  # of torch.cuda
+# Of Megatron's recomputation, which keeps the state of the CUDA generator beside the CPU's and the tracker's.
+_RECOMPUTE_ANSWERS = {"_get_cuda_rng_state": None, "_set_cuda_rng_state": None}
 
 
 def _is_cuda(device: Any) -> bool:
@@ -89,5 +91,7 @@ def cuda_on_cpu(tracker: CpuRngTracker) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.Mock(return_value=answer)))
         stack.enter_context(mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", tracker))
         stack.enter_context(mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True))
+        for name, answer in _RECOMPUTE_ANSWERS.items():
+            stack.enter_context(mock.patch.object(random, name, mock.Mock(return_value=answer)))
         stack.enter_context(CudaOnCpu())
         yield

@@ -1,9 +1,11 @@
-"""A rollouts table as a trainer rank sees it: samples, their split over ranks and micro-batches, and padded tensors.
+"""A rollouts table as a trainer rank sees it: samples, their split over ranks and micro-batches, and their tensors.
 
 Every rank reads the whole table and derives the same split, so ranks agree without talking.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from milepost.engines.batching import balance, pack_padded
+from milepost.engines.batching import balance, pack, pack_padded
+from milepost.engines.megatron_attention import boundaries
 
 _LOSS_COLUMNS = ("loss_mask", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
@@ -33,17 +36,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples padded at the end. `tokens` is `[batch, time]`; position p of it predicts the token after it.
+    """Samples, each without its last token, which predicts nothing: padded at the end, or packed behind each other.
 
-    `positions` are the flat indices in `tokens` that predict a response token, `targets` those tokens. `columns` are
-    `[batch, time]` float32, with each response token's value at the position that predicts it and zeros elsewhere.
+    `tokens` is `[batch, time]`, or `[1, tokens]` when packed; `places` are the rotary positions of its columns and
+    `boundaries` where packed samples begin (see megatron_attention), None when padded. `positions` are the flat indices
+    in `tokens` that predict a response token, `targets` those tokens. `columns` are `[batch, time]` float32 either way,
+    with each response token's value at the place that predicts it and zeros elsewhere; `cells` are those flat places.
     """
 
     samples: list[Sample]
     tokens: Tensor
+    places: Tensor
+    boundaries: Tensor | None
     positions: Tensor
     targets: Tensor
     columns: dict[str, Tensor]
+    cells: Tensor
 
 
 def _arrays(table: pa.Table, name: str) -> list[NDArray[np.generic] | None]:
@@ -92,11 +100,11 @@ def trained_samples(table: pa.Table, vocab: int) -> list[Sample]:
     return samples
 
 
-def split(samples: list[Sample], max_tokens: int, *, rank: int, ranks: int) -> list[list[Sample]]:
+def split(samples: list[Sample], max_tokens: int, *, rank: int, ranks: int, packing: bool) -> list[list[Sample]]:
     """The micro-batches of data-parallel `rank`: as many on every rank, the last ones empty where samples ran out."""
-    packed = []
+    fill, packed = pack if packing else pack_padded, []
     for part in balance([sample.tokens for sample in samples], ranks):
-        bins = pack_padded([samples[index].tokens for index in part], max_tokens)
+        bins = fill([samples[index].tokens for index in part], max_tokens)
         packed.append([[samples[part[index]] for index in indices] for indices in bins])
     count = max(1, *(len(bins) for bins in packed))
     own = packed[rank]
@@ -108,24 +116,34 @@ def loss_columns(samples: list[Sample]) -> list[str]:
     return list(samples[0].columns) if samples else []
 
 
-def micro_batch(samples: list[Sample], names: list[str], device: torch.device) -> MicroBatch:
-    """`samples` and their columns `names` as padded tensors; no samples give one padding token and no positions."""
-    time = max([1, *(sample.tokens - 1 for sample in samples)])  # the last token predicts nothing
-    tokens = np.zeros((max(1, len(samples)), time), np.int64)
-    positions, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    columns = {name: np.zeros(tokens.shape, np.float32) for name in names}
-    for index, sample in enumerate(samples):
-        tokens[index, : sample.tokens - 1] = np.concatenate([sample.prompt, sample.response])[:-1]
-        start = len(sample.prompt) - 1
-        where = slice(start, start + len(sample.response))
-        positions.append(index * time + np.arange(where.start, where.stop))
-        targets.append(sample.response.astype(np.int64))
-        for name in columns:
-            columns[name][index, where] = sample.columns[name]
+def micro_batch(samples: list[Sample], names: list[str], device: torch.device, *, packing: bool) -> MicroBatch:
+    """`samples` and their columns `names` as tensors; no samples give one padding token and no positions."""
+    lengths = [sample.tokens - 1 for sample in samples] or [1]
+    time = max(lengths)
+    cells = np.arange(len(lengths)) * time  # where each sample begins in `columns`
+    starts = np.cumsum([0, *lengths[:-1]]) if packing else cells
+    tokens = np.zeros(sum(lengths) if packing else time * len(lengths), np.int64)
+    for start, sample in zip(starts, samples, strict=False):
+        tokens[start : start + sample.tokens - 1] = np.concatenate([sample.prompt, sample.response])[:-1]
+    inside = [len(sample.prompt) - 1 + np.arange(len(sample.response)) for sample in samples]
+    columns = {name: np.zeros((len(lengths), time), np.float32) for name in names}
+    where = _joined([cell + places for cell, places in zip(cells, inside, strict=False)], np.int64)
+    for name, values in columns.items():
+        values.reshape(-1)[where] = _joined([sample.columns[name] for sample in samples], np.float32)
+    places = np.concatenate([np.arange(length) for length in lengths]) if packing else np.arange(time)
     return MicroBatch(
-        samples,
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(np.concatenate(positions)).to(device),
-        torch.from_numpy(np.concatenate(targets)).to(device),
-        {name: torch.from_numpy(values).to(device) for name, values in columns.items()},
+        samples=samples,
+        tokens=torch.from_numpy(tokens).view(1 if packing else len(lengths), -1).to(device),
+        places=torch.from_numpy(places).to(device),
+        boundaries=boundaries(lengths, device) if packing else None,
+        positions=torch.from_numpy(
+            _joined([start + places for start, places in zip(starts, inside, strict=False)], np.int64)
+        ).to(device),
+        targets=torch.from_numpy(_joined([sample.response for sample in samples], np.int64)).to(device),
+        columns={name: torch.from_numpy(values).to(device) for name, values in columns.items()},
+        cells=torch.from_numpy(where).to(device),
     )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

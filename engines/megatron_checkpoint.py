@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from milepost.engines.hf_export import publish_folder
-from milepost.engines.megatron_model import parts, torch_adams
+from milepost.engines.megatron_model import parts, step_count, torch_adams
 from milepost.engines.protocols import UpdateResult
 from milepost.storage import checkpoints, files
 from milepost.storage.checkpoints import DamagedCheckpoint as DamagedCheckpoint
@@ -180,8 +180,8 @@ def _load_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
     }
     load[loaded["param_state_sharding_type"]](moments)
     for adam in torch_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(steps))
+        for parameter, state in adam.state.items():
+            state["step"] = step_count(steps, parameter)
 
 
 def layout() -> dict[str, int]:

@@ -4,6 +4,7 @@ Gradients are summed over micro-batches and data-parallel ranks, never averaged:
 """
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,7 +32,15 @@ def _leave_empty(weight: Tensor) -> None:
     """Weights are read from the model folder. Without an initialization Megatron would not mark them as slices."""
 
 
-def transformer_config(shape: ModelShape, model: ModelSection, dtype: torch.dtype) -> TransformerConfig:
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(shape: ModelShape, model: ModelSection, perf: PerfSection) -> TransformerConfig:
+    dtype = DTYPES[perf.dtype]
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -59,10 +68,11 @@ def transformer_config(shape: ModelShape, model: ModelSection, dtype: torch.dtyp
         init_method=_leave_empty,
         output_layer_init_method=_leave_empty,
         embedding_init_method=_leave_empty,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=find_spec("fused_weight_gradient_mlp_cuda") is not None,  # apex's kernel
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,
+        **_RECOMPUTE[perf.recompute],
     )
 
 
@@ -87,11 +97,27 @@ def _llama3(inverse: Tensor, rope: Rope) -> Tensor:
     return torch.where(between, smooth, scaled)
 
 
+class Rotary(torch.nn.Module):
+    """Angles of the positions `places`, `[time]`, in place of Megatron's, which counts from the start of a row."""
+
+    places: Tensor
+
+    def __init__(self, inverse: Tensor) -> None:
+        super().__init__()
+        self._inverse = inverse  # no buffer: it stays float32
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        return int(self.places.numel())
+
+    def forward(self, length: int, **options: Any) -> Tensor:
+        angles = torch.outer(self.places.to(self._inverse.dtype), self._inverse)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
 def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GPTModel:
     """This rank's slice of the model on its device, with weights that are still to be loaded."""
-    dtype = DTYPES[perf.dtype]
     gpt = GPTModel(
-        config=transformer_config(shape, model, dtype),
+        config=transformer_config(shape, model, perf),
         transformer_layer_spec=layer_spec(qk_norm=shape.qk_norm),
         vocab_size=shape.padded_vocab(model.tensor_parallel),
         max_sequence_length=shape.context,
@@ -101,8 +127,16 @@ def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GP
         position_embedding_type="rope",
         rotary_base=shape.rope.theta,
     )
-    gpt.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim).to(device())
-    return gpt.to(device=device(), dtype=dtype)
+    gpt.rotary_pos_emb = Rotary(inverse_frequencies(shape.rope, shape.head_dim).to(device()))
+    if compiles(perf):
+        for layer in gpt.decoder.layers:
+            layer.forward = torch.compile(layer.forward)
+    return gpt.to(device=device(), dtype=DTYPES[perf.dtype])
+
+
+def compiles(perf: PerfSection) -> bool:
+    """Whether this rank compiles what it runs: Megatron's code on a CPU runs under the shim, which is not compiled."""
+    return perf.compile and torch.cuda.is_available()
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
@@ -160,12 +194,19 @@ def torch_adams(optimizer: Any) -> list[torch.optim.Adam]:
     return [part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
 
 
+def step_count(steps: int, parameter: Tensor) -> Tensor:
+    """Adam's count of its steps: on the GPU, where a fused Adam wants it."""
+    return torch.tensor(float(steps), device=parameter.device)
+
+
 def _fill_moments(adam: torch.optim.Adam) -> None:
     """Give Adam the state it otherwise makes at its first step, because a checkpoint can be wanted before."""
     for group in adam.param_groups:
+        # Megatron's factory has no option for it: one kernel a step instead of one for each operation.
+        group["fused"] = torch.cuda.is_available()
         for parameter in group["params"]:
             adam.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": step_count(0, parameter),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

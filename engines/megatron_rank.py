@@ -18,7 +18,7 @@ from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.digest import weights_digest
 from milepost.engines.hf_export import export_folder, local_path
 from milepost.engines.losses import get_loss
-from milepost.engines.megatron_model import build_model, build_optimizer, device, set_rates, wrap_model
+from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.megatron_weights import HfFolder, gather_weights, load_weights
 from milepost.engines.model_layout import check_layout, read_shape
@@ -69,7 +69,8 @@ class MegatronRank:
             load_weights(self._gpt, self._shape, HfFolder(self._setup.model_dir))
             self._model = wrap_model(self._gpt)
             self._optimizer = build_optimizer(self._model, self._setup.optimizer, self._setup.perf)
-            self._passes = Passes(self._model, self._shape, self._setup.temperature)
+            compiled = compiles(self._setup.perf)
+            self._passes = Passes(self._model, self._shape, self._setup.temperature, compiled=compiled)
 
     def close(self) -> None:
         """Leave the other ranks, so that this process may join others."""
@@ -82,8 +83,10 @@ class MegatronRank:
             self._setup.perf.max_tokens_per_micro_batch,
             rank=parallel_state.get_data_parallel_rank(),
             ranks=parallel_state.get_data_parallel_world_size(),
+            packing=self._setup.perf.packing,
         )
-        return [megatron_batch.micro_batch(part, names, device()) for part in own]
+        packing = self._setup.perf.packing
+        return [megatron_batch.micro_batch(part, names, device(), packing=packing) for part in own]
 
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef | None:
         """See TrainEngine; None on all ranks but rank 0."""

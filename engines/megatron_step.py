@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,37 +21,43 @@ from milepost.engines.model_layout import ModelShape
 class Passes:
     """How this rank runs its model: at which temperature, and which columns of the logits it has."""
 
-    def __init__(self, model: torch.nn.Module, shape: ModelShape, temperature: float) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, shape: ModelShape, temperature: float, *, compiled: bool
+    ) -> None:
         ranks, rank = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_rank(),
         )
         first = shape.padded_vocab(ranks) // ranks * rank
-        self._columns = VocabSlice(shape.vocab, first, parallel_state.get_tensor_model_parallel_group())
-        self._model = model
+        self._columns = VocabSlice(
+            shape.vocab, first, parallel_state.get_tensor_model_parallel_group(), compiled=compiled
+        )
+        self._model, self._rotary = model, model.module.rotary_pos_emb
         self._temperature = temperature
 
     def logprobs(self, batches: list[MicroBatch]) -> dict[int, NDArray[np.float32]]:
         """Log-probabilities of the response tokens of all data-parallel ranks' samples by row, on every rank."""
 
-        def collect(batch: MicroBatch, logits: Tensor) -> dict[int, NDArray[np.float32]]:
-            return _by_row(batch, self._taken(batch, logits).cpu().numpy())
+        def collect(batch: MicroBatch, logits: Tensor) -> tuple[MicroBatch, Tensor]:
+            return batch, self._taken(batch, logits)
 
         with torch.no_grad():
             found = self._run(batches, collect, forward_only=True)
-        return {row: values for part in _from_last_stage(found) for row, values in part.items()}
+        own = [_by_row(batch, taken.cpu().numpy()) for batch, taken in found]
+        return {row: values for part in _from_last_stage(own) for row, values in part.items()}
 
     def gradients(
         self, batches: list[MicroBatch], loss: Loss, params: Mapping[str, Any], whole: Denominators
     ) -> dict[str, float]:
         """Add the gradient of the batch loss to the gradient buffers; the loss and metrics of the whole batch."""
 
-        def share(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, float]]:
+        def share(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             outputs = loss(_loss_inputs(batch, self._taken(batch, logits), whole), params)
-            values = {"loss": outputs.loss, **outputs.metrics}
-            return outputs.loss, {name: float(value) for name, value in values.items()}
+            return outputs.loss, {"loss": outputs.loss.detach().clone(), **outputs.metrics}
 
-        return _sums(_from_last_stage(self._run(batches, share, forward_only=False)))
+        # Read only when every micro-batch is on its way: each reading waits for the GPU.
+        found = self._run(batches, share, forward_only=False)
+        return _sums(_from_last_stage([{name: float(value) for name, value in part.items()} for part in found]))
 
     def _taken(self, batch: MicroBatch, logits: Tensor) -> Tensor:
         return taken_logprobs(
@@ -66,8 +73,8 @@ class Passes:
 
         def forward(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(batches_left)
-            places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-            output = model(input_ids=batch.tokens, position_ids=places, attention_mask=None)
+            self._rotary.places = batch.places
+            output = model(input_ids=batch.tokens, position_ids=None, attention_mask=batch.boundaries)
 
             def finish(logits: Tensor, non_loss_data: bool = False) -> Any:
                 if non_loss_data:
@@ -91,10 +98,10 @@ class Passes:
 
 
 def _loss_inputs(batch: MicroBatch, taken: Tensor, whole: Denominators) -> LossInputs:
-    flat = taken.new_zeros(batch.tokens.numel())
     columns = batch.columns
+    padded = torch.zeros_like(columns["advantages"])
     return LossInputs(
-        logprobs=flat.index_copy(0, batch.positions, taken).view_as(batch.tokens),
+        logprobs=padded.view(-1).index_copy(0, batch.cells, taken).view_as(padded),
         old_logprobs=columns["old_logprobs"],
         rollout_logprobs=columns.get("rollout_logprobs"),
         ref_logprobs=columns.get("ref_logprobs"),

@@ -126,6 +126,19 @@ def test_the_result_does_not_depend_on_the_micro_batches(ranks: Ranks, tmp_path:
     assert found[0] == pytest.approx(found[2], rel=1e-5) and found[1] == pytest.approx(found[2], rel=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{"packing": False}, {"recompute": "selective"}, {"recompute": "full"}])
+def test_padding_and_recomputation_change_no_number(changes: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+    found = []
+    for perf in (PerfSection(train_threads=1), PerfSection(train_threads=1, **changes)):
+        rank = ranks.start(perf=perf)
+        filled = rank.logprobs(write(tmp_path), "policy", str(tmp_path / "filled"))
+        assert filled is not None
+        metrics = [rank.step(write(tmp_path), UPDATE, key).metrics for key in ("a", "b")]
+        logprobs = np.concatenate(read_table(filled)["old_logprobs"].to_pylist())
+        found.append([*logprobs, *(step[name] for step in metrics for name in ("loss", "grad_norm"))])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_rows_without_a_trained_token_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
     rank = ranks.start()
     wanted = rank.step(write(tmp_path), UPDATE, "a").metrics

@@ -91,9 +91,9 @@ def saved(engine: TrainActors, folder: Path) -> CheckpointRef:
 
 @pytest.fixture(scope="module")
 def alone(setup: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, MegatronRank, object]]:
-    """One rank in this process, after two steps."""
+    """One rank in this process, after two steps on padded batches; the others pack."""
     folder = tmp_path_factory.mktemp("alone")
-    rank = MegatronRank(0, 1, setup)
+    rank = MegatronRank(0, 1, replace(setup, perf=PerfSection(train_threads=1, packing=False)))
     rank.connect(*rank.rendezvous())
     outcome = train(rank, folder)
     rank.weights(str(folder / "end"), 2)
