@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,11 @@ def is_connected() -> bool:
     return bool(ray.is_initialized())
 
 
+def gpus() -> float:
+    """GPUs of the cluster."""
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
 def disconnect() -> None:
     """Leave the cluster; one that this process started ends, with its actors."""
     if ray.is_initialized():
@@ -84,9 +89,17 @@ def disconnect() -> None:
 
 
 def start_actor(
-    actor_class: Any, name: str, *args: Any, num_cpus: float = 0, num_gpus: float = 0, **kwargs: Any
+    actor_class: Any,
+    name: str,
+    *args: Any,
+    num_cpus: float = 0,
+    num_gpus: float = 0,
+    resources: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """A new actor called `name`, owned by this process, with `abort` and `health` callable while it works.
+
+    `resources` are more of Ray's options, such as where the actor is placed.
 
     Two runs never share an actor: a name that is still taken after `NAME_SECONDS`, which Ray needs to notice that an
     actor died, is EngineNameTaken.
@@ -94,7 +107,7 @@ def start_actor(
     remote = ray.remote(
         num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, max_concurrency=1, concurrency_groups={CONTROL: 2}
     )(actor_class)
-    named = remote.options(name=name, namespace=NAMESPACE)
+    named = remote.options(name=name, namespace=NAMESPACE, **(resources or {}))
     deadline = time.monotonic() + NAME_SECONDS
     while True:
         try:

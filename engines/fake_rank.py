@@ -55,6 +55,12 @@ class FakeRank:
         version = self._version or WeightVersion(self._optimizer_steps(), self._state[:32])
         return CheckpointRef(uri, version, self._last.key if self._last else "", {"data_parallel": self._world})
 
+    def release_memory(self) -> None:
+        """Nothing to give up."""
+
+    def resume_memory(self) -> None:
+        """Nothing to take back."""
+
     def restore(self, ref: CheckpointRef) -> None:
         checkpoints.require_complete(ref.uri)
         saved = files.read_json(files.join(ref.uri, "fake.json"))

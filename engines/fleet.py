@@ -12,6 +12,7 @@ from typing import Any
 
 from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
+from milepost.engines.gpu_placement import engine_share, rank_shares, reserved
 from milepost.engines.graders import GraderPool
 from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, engine_name, start_rollout_engine
 from milepost.engines.served_engine import EmbeddedEngine, FakeEngine
@@ -58,14 +59,21 @@ def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActo
         temperature=parameters.rollout.temperature,
         seed=parameters.data.seed,
     )
-    timeout = parameters.engines.start_timeout_seconds
-    return start_train_engine(run, setup, rank_class=RANKS[parameters.engines.train], timeout_seconds=timeout)
+    shares = rank_shares(run, parameters)
+    return start_train_engine(
+        run,
+        setup,
+        rank_class=RANKS[parameters.engines.train],
+        timeout_seconds=parameters.engines.start_timeout_seconds,
+        resources=[share.options() for share in shares] if shares else None,
+    )
 
 
 def start_rollout(
     run: str, index: int, parameters: Parameters, model_dir: str, *, options: Mapping[str, Any] | None = None
 ) -> RolloutActor:
     """Start rollout engine `index`, with the weights of `model_dir`, and wait until it serves; its caller owns it."""
+    share = engine_share(run, index, parameters)
     return start_rollout_engine(
         run,
         index,
@@ -78,6 +86,7 @@ def start_rollout(
         max_running_requests=parameters.engines.max_running_requests,
         context_length=parameters.model.context_length,
         dtype=parameters.perf.dtype,
+        resources=share.options() if share else None,
         **(options or _engine_options(parameters)),
     )
 
@@ -101,11 +110,14 @@ def fleet(
     `engine_options` are further arguments of the rollout engine's class.
     """
     with ExitStack() as stack:
+        stack.enter_context(reserved(run, parameters))
         engines = []
         for index in range(parameters.engines.rollout_engines):
             engine = start_rollout(run, index, parameters, model_dir, options=engine_options)
             stack.callback(engine.close)
             engines.append(engine)
+            if parameters.perf.colocate:
+                engine.release_memory()  # the trainer starts on the same GPU
         trainer = start_trainer(run, parameters, model_dir)
         stack.callback(trainer.close)
         graders = GraderPool.start(run, workers=parameters.reward.workers)

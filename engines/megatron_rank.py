@@ -6,6 +6,7 @@ Every method is called on all ranks with the same arguments; rank 0's answer is 
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.digest import weights_digest
 from milepost.engines.hf_export import export_folder, local_path
 from milepost.engines.losses import get_loss
+from milepost.engines.megatron_memory import Parked, kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.megatron_weights import HfFolder, gather_weights, load_weights
@@ -44,9 +46,18 @@ class MegatronRank:
         self._results: dict[str, UpdateResult] = {}
         self._reference_digest = ""
         self._version: WeightVersion | None = None  # of the weights as they are now, once known
+        self._parked = Parked()
 
-    def _working(self) -> contextlib.AbstractContextManager[None]:
-        return megatron_world.on_device(self._threads, self._tracker)
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        released = self._parked.is_released
+        self.resume_memory()
+        try:
+            with megatron_world.on_device(self._threads, self._tracker):
+                yield
+        finally:
+            if released:
+                self.release_memory()
 
     def rendezvous(self) -> tuple[str, int]:
         """Where the ranks meet; asked of rank 0."""
@@ -71,6 +82,15 @@ class MegatronRank:
             self._optimizer = build_optimizer(self._model, self._setup.optimizer, self._setup.perf)
             compiled = compiles(self._setup.perf)
             self._passes = Passes(self._model, self._shape, self._setup.temperature, compiled=compiled)
+
+    def release_memory(self) -> None:
+        """See TrainEngine; on a CPU there is nothing to give up."""
+        if torch.cuda.is_available():
+            self._optimizer.zero_grad()
+            self._parked.release(kept_tensors(self._gpt, self._optimizer), scratch_tensors(self._optimizer))
+
+    def resume_memory(self) -> None:
+        self._parked.resume()
 
     def close(self) -> None:
         """Leave the other ranks, so that this process may join others."""

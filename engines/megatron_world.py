@@ -72,6 +72,7 @@ def seed_streams(seed: int) -> None:
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory that is written next anyway
         model_parallel_cuda_manual_seed(seed)
         return
     tracker = get_cuda_rng_tracker()

@@ -1,5 +1,6 @@
 """What callers may ask of an engine. An embedded engine, a fake and a real one cannot be told apart through these."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -73,7 +74,9 @@ class RolloutEngine(Protocol):
     def resume(self) -> None: ...
     def load_weights(self, source: WeightSource) -> WeightVersion: ...
     def release_memory(self) -> None: ...
-    def resume_memory(self) -> None: ...
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: all of it, or only that of the parts `tags` names (`weights`, `kv_cache`)."""
+        ...
 
 
 class TrainEngine(Protocol):
@@ -93,6 +96,12 @@ class TrainEngine(Protocol):
     def save(self, uri: str) -> CheckpointRef:
         """Write the whole state under `uri`, durably. It is a checkpoint once storage.checkpoints has published it."""
         ...
+
+    def release_memory(self) -> None:
+        """Give the GPU's memory up until `resume_memory`; a call meanwhile takes it back for as long as it lasts."""
+        ...
+
+    def resume_memory(self) -> None: ...
 
     def restore(self, ref: CheckpointRef) -> None:
         """Take up the state of a published checkpoint; batches applied after it count as not applied.

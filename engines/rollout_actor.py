@@ -1,6 +1,7 @@
 """The driver's handle on a rollout engine: control goes over Ray, generation over HTTP."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from milepost.engines import cluster
@@ -46,8 +47,8 @@ class RolloutActor:
     def release_memory(self) -> None:
         self._ask("release_memory")
 
-    def resume_memory(self) -> None:
-        self._ask("resume_memory")
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        self._ask("resume_memory", *([] if tags is None else [tags]))
 
     def abort(self) -> None:
         self._ask("abort")

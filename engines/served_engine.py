@@ -2,6 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class ServedEngine(ABC):
     def release_memory(self) -> None:
         self._backend.release_memory()
 
-    def resume_memory(self) -> None:
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         self._backend.resume_memory()
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]

@@ -4,7 +4,7 @@ The actors belong to the process that started them and end with it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,12 @@ class TrainActors:
     def restore(self, ref: CheckpointRef) -> None:
         self._call("restore", ref)
 
+    def release_memory(self) -> None:
+        self._call("release_memory")
+
+    def resume_memory(self) -> None:
+        self._call("resume_memory")
+
     def weights(self, uri: str, step: int) -> WeightSource:
         source: WeightSource = self._call("weights", uri, step)
         return source
@@ -106,18 +112,27 @@ def rank_name(run: str, rank: int) -> str:
     return f"{run}/train-{rank}"
 
 
-def start_train_engine(run: str, setup: TrainSetup, *, rank_class: str, timeout_seconds: float) -> TrainActors:
+def start_train_engine(
+    run: str,
+    setup: TrainSetup,
+    *,
+    rank_class: str,
+    timeout_seconds: float,
+    resources: Sequence[Mapping[str, Any]] | None = None,
+) -> TrainActors:
     """Start one actor a rank and wait until all hold their part of the model; none is left when that fails.
 
-    `rank_class` is `pkg.mod:Class`, built as `Class(rank, world, setup)` in the rank's process.
+    `rank_class` is `pkg.mod:Class`, built as `Class(rank, world, setup)` in the rank's process. `resources` are Ray's
+    options for each rank; a GPU, where there is one, when empty.
     """
-    num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    placed = resources or [{"num_gpus": min(1.0, cluster.gpus())}] * setup.world
     ranks: list[Any] = []
     engine = TrainActors(ranks, timeout_seconds=timeout_seconds)
     try:
         for rank in range(setup.world):
             name = rank_name(run, rank)
-            ranks.append(cluster.start_actor(RankActor, name, rank_class, rank, setup.world, setup, num_gpus=num_gpus))
+            arguments = rank_class, rank, setup.world, setup
+            ranks.append(cluster.start_actor(RankActor, name, *arguments, resources=placed[rank]))
         engine.connect_ranks()
     except BaseException:
         engine.close()

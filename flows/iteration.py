@@ -20,6 +20,7 @@ from milepost.storage.retention import retain
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
+from milepost.tasks.colocate import Turns
 from milepost.tasks.filter import Filtered, filter_rollouts
 from milepost.tasks.generate import Sampling, Shard, generate_rollouts, sampling_params
 from milepost.tasks.optimize import Optimized, TooFewGroups, optimize_policy, trained_groups
@@ -210,8 +211,12 @@ async def iteration(root: str, run: str, step: int, start: Position) -> Position
     context = open_step(root, run, step, start.version, start.fence)
     parameters = context.parameters.checkpoint
     collected = await collect(start.cursor, context)
+    turns = Turns(context.parameters.perf.colocate, context.fleet.trainer, context.fleet.engines)
+    await turns.training()
     optimized = await optimize(collected, context)
+    await turns.syncing()
     synced = await sync(context, save=checkpoint_due(step, context.record.steps, parameters.every_steps))
+    await turns.generating()
     close(context, collected, optimized, synced)
     if synced.checkpoint:
         # Not before the step is closed: until then the run goes back to the checkpoint before.

@@ -19,6 +19,7 @@ from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.flows.view import View
 from milepost.storage import files, manifest
 from milepost.storage.journal import StepStore
+from milepost.tasks.colocate import Turns
 from milepost.tasks.evaluate import Accuracy, evaluate_policy
 from milepost.tasks.generate import Sampling, sampling_params
 from milepost.tasks.recover import check_version, recover_trainer
@@ -27,7 +28,9 @@ from milepost.tasks.sync import push_weights
 
 async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     """The next step and the position before it, with the weights of that position in the trainer and every engine."""
+    turns = Turns(launched.parameters.perf.colocate, engines.trainer, engines.engines)
     stands = recover_trainer(launched.folder, engines.trainer, say=say)
+    await turns.syncing()
     version = await push_weights(
         stands.step,
         launched.parameters.sync,
@@ -37,6 +40,7 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
         router_url=engines.router_url,
     )
     check_version(stands, version)
+    await turns.generating()
     return stands.step, Position(stands.cursor, version, launched.fence)
 
 

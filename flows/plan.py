@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.engines.loss_params import check_loss
+from milepost.engines.memory_plan import check_memory, gpu_bytes, trainer_memory
 from milepost.engines.model_layout import check_layout, parameter_count
 from milepost.engines.model_source import resolve_model
 from milepost.engines.tokenizer import load_tokenizer
@@ -94,6 +95,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     model_dir = model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
+    _check_memory(config, parameters)
     _check_context(config, parameters)
     return RunPlan(
         run=run,
@@ -106,6 +108,13 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
         prompts=_load(parameters, data_path, model_dir, quarantine=quarantine_uri),
         eval_prompts=load_eval_prompts(parameters, model_dir),
     )
+
+
+def _check_memory(config: dict[str, Any], parameters: Parameters) -> None:
+    """Only where this machine has GPUs: those of another are not known."""
+    available = gpu_bytes()
+    if available is not None and parameters.engines.train == "megatron":
+        check_memory(config, parameters, available)
 
 
 def _check_context(config: dict[str, Any], parameters: Parameters) -> None:
@@ -184,6 +193,7 @@ def describe(plan: RunPlan) -> dict[str, str | int | float]:
         "trainer ranks": world,
         "rollout engines": parameters.engines.rollout_engines,
         "trainer state (GiB, all ranks)": round(state / GIB, 3),
+        "trainer memory on a GPU (GiB, about)": round(trainer_memory(plan.model_config, parameters).total / GIB, 1),
         "logits of a micro-batch (GiB, float32)": round(_logits_bytes(plan) / GIB, 3),
         "rollout engine weights (GiB)": round(count * _BYTES[parameters.perf.dtype] / GIB, 3),
         "checkpoint (GiB)": round((state - 4 * count) / GIB, 3),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from milepost.engines.megatron_checkpoint import DamagedCheckpoint
+from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.protocols import UpdateParams
 from milepost.engines.train_actors import TrainSetup
@@ -190,6 +191,30 @@ def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, run
             assert digest(restored, tmp_path) == end
             restored.restore(start)
             assert digest(restored, tmp_path) == start.version.digest
+
+
+def test_memory_that_was_given_up_comes_back_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start(perf=PerfSection(train_threads=1, dtype="bfloat16"))
+    rank.step(write(tmp_path), UPDATE, "a")
+    wanted, memory = digest(rank, tmp_path), list(kept_tensors(rank._gpt, rank._optimizer))
+    before = [tensor.clone() for tensor in memory]
+    for _ in range(2):
+        rank._parked.release(memory, scratch_tensors(rank._optimizer))
+        assert {tensor.untyped_storage().nbytes() for tensor in memory} == {0}
+        rank.resume_memory()
+    assert all(torch.equal(tensor, kept) for tensor, kept in zip(memory, before, strict=True))
+    assert digest(rank, tmp_path) == wanted
+    assert {tensor.dtype for tensor in memory if tensor.numel() > 1} == {torch.bfloat16, torch.float32}
+
+
+def test_a_rank_that_gave_its_memory_up_still_answers(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    wanted = [rank.step(write(tmp_path), UPDATE, key).metrics["loss"] for key in ("a", "b")]
+    rank, found = ranks.start(), []
+    for key in ("a", "b"):
+        rank._parked.release(kept_tensors(rank._gpt, rank._optimizer), scratch_tensors(rank._optimizer))
+        found.append(rank.step(write(tmp_path), UPDATE, key).metrics["loss"])
+    assert found == wanted
 
 
 def test_a_damaged_or_unpublished_checkpoint_is_refused(ranks: Ranks, run: RunFolder) -> None:

@@ -1,0 +1,97 @@
+"""How much of a GPU's memory a run takes, worked out from its parameters before anything starts (no torch)."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.engines.model_layout import ModelShape, parameter_count, read_shape
+from milepost.storage.parameters import Parameters
+
+GIB = 1024**3
+BYTES = {"float32": 4, "bfloat16": 2}
+CONTEXT_BYTES = 2 * GIB  # CUDA, NCCL, cuBLAS and what the allocator cannot use
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on each trainer rank's GPU, during a training step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + CONTEXT_BYTES
+
+
+def trainer_memory(hf_config: dict[str, Any], parameters: Parameters) -> TrainerMemory:
+    """Of one rank: an even share of the model, and micro-batches as large as they may be.
+
+    Gradients are float32; the optimizer has two float32 moments, and float32 main weights where the weights are not.
+    """
+    model, perf, shape = parameters.model, parameters.perf, read_shape(hf_config)
+    size, split = BYTES[perf.dtype], model.tensor_parallel * model.pipeline_parallel
+    count = -(-parameter_count(hf_config) // split)
+    state = 8 + (0 if perf.dtype == "float32" else 4)
+    tokens = max(perf.max_tokens_per_micro_batch, model.context_length)
+    # The first of several stages holds as many micro-batches as there are stages, so the division by them cancels.
+    layers = shape.layers
+    kept = {"none": _layer(shape, parameters, mlp=True), "selective": _layer(shape, parameters, mlp=False)}
+    per_token = layers * kept.get(perf.recompute, shape.hidden) + _layer(shape, parameters, mlp=True)
+    return TrainerMemory(
+        weights=size * count,
+        gradients=4 * count,
+        optimizer=state * count // model.data_parallel,
+        activations=int(size * tokens * per_token),
+        logits=2 * size * tokens * shape.padded_vocab(model.tensor_parallel) // model.tensor_parallel,
+    )
+
+
+def _layer(shape: ModelShape, parameters: Parameters, *, mlp: bool) -> float:
+    """Elements that a layer keeps a token for its backward pass; attention keeps no scores."""
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    whole = 4 * shape.hidden  # both residual streams and both normalised inputs
+    projections = 3 * query + 4 * key_value  # before and after norm and rotation, and what attention returns
+    feed_forward = 4 * shape.intermediate if mlp else 0  # gate, up, the gate's activation and the product
+    return whole + (projections + feed_forward) / parameters.model.tensor_parallel
+
+
+def engine_weights(hf_config: dict[str, Any], parameters: Parameters) -> int:
+    """Bytes of weights on each GPU of a rollout engine."""
+    return parameter_count(hf_config) * BYTES[parameters.perf.dtype] // parameters.engines.gpus_per_engine
+
+
+def check_memory(hf_config: dict[str, Any], parameters: Parameters, gpu_bytes: int) -> None:
+    """ValueError when a rank, with the engine's weights beside it where it is colocated, needs more than a GPU has."""
+    found = trainer_memory(hf_config, parameters)
+    beside = 0
+    if parameters.perf.colocate and parameters.engines.rollout == "sglang":
+        beside = engine_weights(hf_config, parameters)  # while weights go over
+    needed = max(found.total, found.total - found.activations - found.logits + beside)
+    if needed <= gpu_bytes:
+        return
+    state = found.weights + found.gradients + found.optimizer
+    if state + beside + CONTEXT_BYTES > gpu_bytes:
+        knob = "raise model.tensor_parallel, model.pipeline_parallel or model.data_parallel"
+    else:
+        knob = "lower perf.max_tokens_per_micro_batch or set perf.recompute=full"
+    batch = found.activations + found.logits
+    raise ValueError(
+        f"a trainer rank needs about {needed / GIB:.1f} GiB of GPU memory ({state / GIB:.1f} for weights, gradients "
+        f"and optimizer, {batch / GIB:.1f} for a micro-batch), a GPU here has {gpu_bytes / GIB:.1f}: {knob}"
+    )
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine; None where there is none, or no way to ask."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return min(sizes) * 1024**2 if sizes and done.returncode == 0 else None

@@ -1,0 +1,48 @@
+"""What a run takes of a GPU's memory is known before anything starts."""
+
+import pytest
+
+from milepost.engines.memory_plan import GIB, check_memory, trainer_memory
+from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+COUNT = 4_022_468_096
+
+
+def parameters(recompute: str = "none", **model: int) -> Parameters:
+    perf = PerfSection(dtype="bfloat16", recompute=recompute, colocate=True)
+    return Parameters(model=ModelSection(**model), perf=perf, engines=EnginesSection(rollout="sglang"))
+
+
+def test_state_is_counted_by_the_bytes_of_each_part() -> None:
+    found = trainer_memory(QWEN3_4B, parameters())
+    assert (found.weights, found.gradients, found.optimizer) == (2 * COUNT, 4 * COUNT, 12 * COUNT)
+    assert found.logits == 2 * 2 * 8192 * 151936
+
+
+def test_data_parallel_ranks_share_the_optimizer_and_tensor_parallel_ranks_everything() -> None:
+    assert trainer_memory(QWEN3_4B, parameters(data_parallel=2)).optimizer == 6 * COUNT
+    assert trainer_memory(QWEN3_4B, parameters(tensor_parallel=2)).weights == COUNT
+
+
+def test_recomputation_keeps_less() -> None:
+    kept = [trainer_memory(QWEN3_4B, parameters(recompute)).activations for recompute in ("full", "selective", "none")]
+    assert kept == sorted(kept) and len(set(kept)) == 3
+
+
+def test_a_model_that_does_not_fit_says_how_much_and_which_knob() -> None:
+    check_memory(QWEN3_4B, parameters(), 140 * GIB)
+    with pytest.raises(ValueError, match=r"needs about 1\d\d.\d GiB .*67.4 for weights.*has 40.0: raise model.tensor"):
+        check_memory(QWEN3_4B, parameters(), 40 * GIB)
+    with pytest.raises(ValueError, match="has 80.0: lower perf.max_tokens_per_micro_batch or set perf.recompute=full"):
+        check_memory(QWEN3_4B, parameters(), 80 * GIB)
