@@ -160,7 +160,7 @@ def parse_completion(sample_id: str, answer: Any) -> Completion:
         entries = meta.get("output_token_logprobs", []) if kind == "abort" else meta["output_token_logprobs"]
         pairs = [(entry[0], entry[1]) for entry in entries]
         last = WeightVersion.parse(meta["weight_version"])
-        first = WeightVersion.parse(meta.get("weight_version_first") or meta["weight_version"])
+        first = WeightVersion.parse(_first_version(meta))
         ids = [int(token) for token in answer.get("output_ids", [token for _, token in pairs])]
         text = answer["text"]
     except KeyError as error:
@@ -173,6 +173,13 @@ def parse_completion(sample_id: str, answer: Any) -> Completion:
         raise ValueError(f"sample {sample_id!r}: finish reason {kind!r} is none of stop, length, abort")
     logprobs = _checked_logprobs(sample_id, ids, pairs)
     return Completion(text, ids, logprobs, cast(FinishReason, kind), first, last)
+
+
+def _first_version(meta: Any) -> str:
+    """The version that made the first token: SGLang lists them all, the embedded engine names a first that differs."""
+    spans = meta.get("weight_versions")
+    version: str = spans[0]["version"] if spans else meta.get("weight_version_first") or meta["weight_version"]
+    return version
 
 
 def _checked_logprobs(sample_id: str, ids: list[int], pairs: list[tuple[Any, Any]]) -> list[float]:

@@ -1,0 +1,1 @@
+"""Stands in for vLLM, whose kernels SGLang calls on a CPU without AMX."""
