@@ -16,6 +16,8 @@ from milepost.engines.gpu_placement import engine_share, rank_shares, reserved
 from milepost.engines.graders import GraderPool
 from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, engine_name, start_rollout_engine
 from milepost.engines.served_engine import EmbeddedEngine, FakeEngine
+from milepost.engines.sglang_engine import SglangEngine
+from milepost.engines.sglang_flags import server_flags
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, rank_name, start_train_engine
 from milepost.storage.parameters import Parameters
 
@@ -35,14 +37,28 @@ class Fleet:
     router_url: str
 
 
-def _engine_class(parameters: Parameters) -> Any:
-    return FakeEngine if parameters.engines.rollout == "fake" else EmbeddedEngine
+ENGINES: dict[str, Any] = {"fake": FakeEngine, "embedded": EmbeddedEngine, "sglang": SglangEngine}
 
 
-def _engine_options(parameters: Parameters) -> dict[str, Any]:
+def _engine_options(parameters: Parameters, index: int) -> dict[str, Any]:
     if parameters.engines.rollout == "fake":
         return {}
-    return {"trust_remote_code": parameters.model.trust_remote_code}
+    own = {"trust_remote_code": parameters.model.trust_remote_code}
+    return own | (_sglang_options(parameters, index) if parameters.engines.rollout == "sglang" else {})
+
+
+def _sglang_options(parameters: Parameters, index: int) -> dict[str, Any]:
+    engines = parameters.engines
+    attach_url = engines.sglang_urls[index] if engines.sglang_urls else ""
+    return {
+        "python": engines.sglang_python,
+        "flags": server_flags(parameters, index),
+        "attach_url": attach_url,
+        "tensor_parallel": engines.gpus_per_engine,
+        "call_seconds": parameters.sync.timeout_seconds,
+        "start_seconds": 0.9 * engines.start_timeout_seconds,  # its own error is to come before the caller's
+        "gpu": cluster.gpus() > 0,
+    }
 
 
 def world_size(parameters: Parameters) -> int:
@@ -77,7 +93,7 @@ def start_rollout(
     return start_rollout_engine(
         run,
         index,
-        engine_class=_engine_class(parameters),
+        engine_class=ENGINES[parameters.engines.rollout],
         timeout_seconds=parameters.engines.start_timeout_seconds,
         call_timeout_seconds=parameters.sync.timeout_seconds,
         model_dir=model_dir,
@@ -87,7 +103,7 @@ def start_rollout(
         context_length=parameters.model.context_length,
         dtype=parameters.perf.dtype,
         resources=share.options() if share else None,
-        **(options or _engine_options(parameters)),
+        **(options or _engine_options(parameters, index)),
     )
 
 

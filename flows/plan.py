@@ -9,6 +9,7 @@ from milepost.engines.loss_params import check_loss
 from milepost.engines.memory_plan import check_memory, gpu_bytes, trainer_memory
 from milepost.engines.model_layout import check_layout, parameter_count
 from milepost.engines.model_source import resolve_model
+from milepost.engines.sglang_flags import check_sglang
 from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.service_state import state_folder
 from milepost.storage.batch_plan import BatchPlan, batch_plan
@@ -90,6 +91,8 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     batch = batch_plan(parameters)
     check_names(parameters)
     check_lengths(parameters)
+    if parameters.engines.rollout == "sglang":
+        check_sglang(parameters)
     model_path = _require(parameters.model.path, "model.path", "FOLDER")
     data_path = _require(parameters.data.path, "data.path", "prompts.jsonl")
     model_dir = model_folder(model_path)

@@ -1,0 +1,81 @@
+"""Flags of the SGLang server, checked before anything is started."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.engines.sglang_flags import Flag, SglangMissing, check_flags, check_sglang, command_line, server_flags
+from milepost.flows.plan import make_plan
+from milepost.storage.parameters import Parameters
+
+KNOWN = {
+    "attention_backend": Flag("--attention-backend", switch=False),
+    "disable_radix_cache": Flag("--disable-radix-cache", switch=True),
+    "fp8_gemm_runner_backend": Flag("--fp8-gemm-backend", switch=False),
+    "dllm_fdfo": Flag("--dllm-fdfo", switch=True, off="--no-dllm-fdfo"),
+    "cuda_graph_bs_decode": Flag("--cuda-graph-bs-decode", switch=False, several=True),
+    "tp_size": Flag("--tensor-parallel-size", switch=False),
+}
+
+
+def parameters(**engines: Any) -> Parameters:
+    return Parameters.model_validate({"engines": {"rollout": "sglang", **engines}})
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(LookupError, match="SGLang has no flag 'atention_backend', did you mean 'attention_backend'?"):
+        check_flags({"atention_backend": "fa3"}, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tp_size": 2}, "engines.sglang.tp_size is set from engines.gpus_per_engine: use that"),
+        ({"port": 30000}, "engines.sglang.port is Milepost's to choose: leave it out"),
+        ({"disable_radix_cache": "yes"}, "disable_radix_cache is 'yes', expected true or false"),
+        ({"attention_backend": True}, "attention_backend is True, expected a value"),
+    ],
+)
+def test_a_flag_that_milepost_sets_and_a_value_that_cannot_be_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_flags(flags, KNOWN)
+
+
+def test_the_command_line_has_the_servers_own_spelling() -> None:
+    flags = {"disable_radix_cache": True, "fp8_gemm_runner_backend": "auto", "dllm_fdfo": False}
+    found = command_line({**flags, "cuda_graph_bs_decode": "1 2 4", "tp_size": 2}, KNOWN)
+    wanted = "--disable-radix-cache --fp8-gemm-backend auto --no-dllm-fdfo --cuda-graph-bs-decode 1 2 4"
+    assert found == [*wanted.split(), "--tensor-parallel-size", "2"]
+    assert command_line({"disable_radix_cache": False}, KNOWN) == []
+
+
+def test_an_interpreter_without_sglang_is_told_how_to_get_it(model_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    chosen = parameters(sglang_python=sys.executable)
+    sections = {"model": {"path": model_dir}, "data": {"path": str(tmp_path / "prompts.jsonl")}}
+    chosen = Parameters.model_validate({**chosen.model_dump(), **sections, "algorithm": {"num_steps_per_rollout": 1}})
+    knobs = {"rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update=knobs)})
+    with pytest.raises(SglangMissing, match="sglang is not installed for .*: pip install 'milepost.sglang.'"):
+        make_plan("run", str(tmp_path), 1, chosen)
+    with pytest.raises(SglangMissing, match="'/nowhere/python' cannot be run"):
+        check_sglang(parameters(sglang_python="/nowhere/python"))
+
+
+def test_servers_that_run_already_are_one_for_each_engine_and_take_no_flags() -> None:
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    check_sglang(parameters(sglang_urls=urls, rollout_engines=2))
+    with pytest.raises(ValueError, match="engines.sglang_urls has 2 servers for 1 engines"):
+        check_sglang(parameters(sglang_urls=urls))
+    with pytest.raises(ValueError, match="cannot change servers that run already"):
+        check_sglang(parameters(sglang_urls=urls, rollout_engines=2, sglang={"log_level": "info"}))
+
+
+def test_what_other_parameters_need_of_the_server_follows_from_them() -> None:
+    chosen = Parameters.model_validate({"sync": {"pause_mode": "in_place"}, "perf": {"colocate": True}})
+    flags = server_flags(chosen, 3)
+    assert flags["disable_radix_cache"] and flags["enable_memory_saver"] and flags["random_seed"] == 3
+    assert "disable_radix_cache" not in server_flags(Parameters(), 0)
