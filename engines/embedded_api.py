@@ -18,6 +18,7 @@ from milepost.engines.embedded_request import (
 )
 from milepost.engines.embedded_scheduler import EngineFailed
 from milepost.engines.embedded_sequence import Sequence
+from milepost.engines.embedded_update import add_updates
 
 PAUSE_MODES = ("retract", "in_place", "abort")
 HEALTH_SECONDS = 20.0
@@ -30,6 +31,7 @@ def build_app(backend: EmbeddedBackend) -> FastAPI:
     _add_generation(app, backend)
     _add_information(app, backend)
     _add_control(app, backend)
+    add_updates(app, backend)
     return app
 
 

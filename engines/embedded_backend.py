@@ -8,6 +8,7 @@ from milepost.engines.embedded_batch import Batch, SequenceModel
 from milepost.engines.embedded_request import CompletionRequest, Limits
 from milepost.engines.embedded_scheduler import Scheduler
 from milepost.engines.embedded_sequence import Sequence
+from milepost.engines.embedded_update import Update
 from milepost.engines.protocols import WeightSource, WeightVersion
 
 
@@ -27,9 +28,10 @@ class EmbeddedBackend:
         self.text = text
         self.model_dir = model_dir
         self.limits = Limits(model.vocab_size, model.context_length, text.encode)
-        self.version = WeightVersion(0, model.weights_digest())
+        self.version: WeightVersion | None = WeightVersion(0, model.weights_digest())
         self._model = model
         self._loading = threading.Lock()  # two updates at once would each name the other's weights
+        self.update = Update()
         batch = Batch(model, max_running=max_running_requests, decode=text.decode)
         self.scheduler = Scheduler(batch, version=str(self.version))
 
@@ -60,13 +62,18 @@ class EmbeddedBackend:
     def load_weights(self, source: WeightSource) -> WeightVersion:
         """Load a folder whose content has the source's digest; ValueError, and nothing changed, when it has not."""
         with self._loading:
-            digest, apply = self._model.stage_weights(source.uri, expected_digest=source.version.digest)
+            self.update.drop()
+            builds_on = source.base is not None and source.base == self.version
+            digest, apply = self._model.stage_weights(
+                source.uri, expected_digest=source.version.digest, builds_on=builds_on
+            )
             return self._take(apply, WeightVersion(source.version.step, digest), None)
 
     def load_folder(self, path: str, label: str | None) -> WeightVersion:
         """Load a folder of weights under `label`, a weight version or any name, or as the next step."""
         with self._loading:
-            expected, step = None, self.version.step + 1
+            self.update.drop()
+            expected, step = None, self.version.step + 1 if self.version else 1
             try:
                 named = WeightVersion.parse(label) if label else None
             except ValueError:
@@ -76,6 +83,22 @@ class EmbeddedBackend:
             digest, apply = self._model.stage_weights(path, expected_digest=expected)
             self.model_dir = path
             return self._take(apply, WeightVersion(step, digest), label)
+
+    def set_label(self, label: str) -> None:
+        """Name the weights of an update that is open; else the weights there are, whatever they were called."""
+        if self.update.is_open:
+            self.update.label = label
+            return
+        self.version = None
+        self.scheduler.update(lambda: None, label)
+
+    def end_update(self) -> None:
+        """Take all that was received since the update began; ValueError, and nothing changed, when it is not right."""
+        with self._loading:
+            tensors, label = self.update.end()
+            version = WeightVersion.parse(label)
+            digest, apply = self._model.stage_tensors(tensors, expected_digest=version.digest, uri=f"update {label}")
+            self._take(apply, WeightVersion(version.step, digest), label)
 
     def _take(self, apply: Callable[[], None], version: WeightVersion, label: str | None) -> WeightVersion:
         self.scheduler.update(apply, label or str(version))

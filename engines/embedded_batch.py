@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from milepost.engines.embedded_sequence import Decode, Sequence
 
@@ -38,8 +38,19 @@ class SequenceModel(Protocol):
         """Free what running sequences needed; there are none."""
         ...
 
-    def stage_weights(self, uri: str, *, expected_digest: str | None) -> tuple[str, Callable[[], None]]:
-        """Read and check weights; their digest, and what puts them into the model. Raises ValueError."""
+    def stage_weights(
+        self, uri: str, *, expected_digest: str | None, builds_on: bool = False
+    ) -> tuple[str, Callable[[], None]]:
+        """Read and check weights; their digest, and what puts them into the model. Raises ValueError.
+
+        `builds_on` says that the folder may be of changes to the weights in the model.
+        """
+        ...
+
+    def stage_tensors(
+        self, tensors: dict[str, Any], *, expected_digest: str | None, uri: str
+    ) -> tuple[str, Callable[[], None]]:
+        """As `stage_weights`, of tensors that came from `uri`."""
         ...
 
     def weights_digest(self) -> str:

@@ -4,7 +4,7 @@ A sequence joins with all but the last token of its prompt; that one is read by 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from milepost.engines.digest import weights_digest
 from milepost.engines.embedded_cache import PrefillCache, SlotCache
 from milepost.engines.embedded_sequence import Sequence
 from milepost.engines.sampling import SamplingRows, draw, sampling_rows, vocabulary_columns
+from milepost.engines.weight_chain import rebuild
 
 PREFILL_TOKENS = 4096  # most tokens, padding included, of one prefill pass; a longer prompt goes alone
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,9 +83,17 @@ class EmbeddedModel:
     def release(self) -> None:
         self._cache.release()
 
-    def stage_weights(self, uri: str, *, expected_digest: str | None) -> tuple[str, Callable[[], None]]:
+    def stage_weights(
+        self, uri: str, *, expected_digest: str | None, builds_on: bool = False
+    ) -> tuple[str, Callable[[], None]]:
+        held = embedded_weights.live_tensors(self._model) if builds_on else None
+        return self.stage_tensors(rebuild(uri, held), expected_digest=expected_digest, uri=uri)
+
+    def stage_tensors(
+        self, tensors: Mapping[str, torch.Tensor], *, expected_digest: str | None, uri: str
+    ) -> tuple[str, Callable[[], None]]:
         live = embedded_weights.live_tensors(self._model)
-        tensors = embedded_weights.untied(embedded_weights.read_folder(uri), self._model)
+        tensors = embedded_weights.untied(tensors, self._model)
         embedded_weights.check_fit(tensors, live, uri=uri)
         digest = weights_digest(tensors.items())
         if expected_digest is not None and not digest.startswith(expected_digest):

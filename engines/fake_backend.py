@@ -78,10 +78,18 @@ class FakeModel:
     def release(self) -> None:
         assert not self._rows
 
-    def stage_weights(self, uri: str, *, expected_digest: str | None) -> tuple[str, Callable[[], None]]:
+    def stage_weights(
+        self, uri: str, *, expected_digest: str | None, builds_on: bool = False
+    ) -> tuple[str, Callable[[], None]]:
         """Nothing is read: the version is taken at its word."""
         digest = expected_digest or hashlib.blake2b(uri.encode(), digest_size=16).hexdigest()
         return digest, partial(setattr, self, "_digest", digest)
+
+    def stage_tensors(
+        self, tensors: object, *, expected_digest: str | None, uri: str
+    ) -> tuple[str, Callable[[], None]]:
+        """As with a folder."""
+        return self.stage_weights(uri, expected_digest=expected_digest)
 
     def weights_digest(self) -> str:
         return self._digest

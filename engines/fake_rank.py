@@ -1,10 +1,21 @@
 """A trainer rank without a model: one number per applied batch. For orchestration tests and benchmarks."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict
 
-from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource, WeightVersion
+from milepost.engines.protocols import (
+    CheckpointRef,
+    ExportKind,
+    PushReport,
+    Role,
+    UpdateParams,
+    UpdateResult,
+    WeightSource,
+    WeightVersion,
+)
 from milepost.storage import checkpoints, files
+from milepost.storage.parameters import SyncSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns, write_table
 
@@ -43,11 +54,17 @@ class FakeRank:
     def _optimizer_steps(self) -> int:
         return self._last.optimizer_step if self._last else 0
 
-    def weights(self, uri: str, step: int) -> WeightSource:
+    def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
         """A folder with the state in one file; the fake rollout engine only records the version."""
         files.publish_json(files.join(uri, "fake.json"), {"state": self._state}, overwrite=True)
         self._version = WeightVersion(step, self._state[:32])
         return WeightSource(uri, self._version)
+
+    def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
+        return self.weights(uri, version.step) if self._version == version else None
+
+    def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport:
+        raise ValueError(f"a fake trainer has no tensors for sync.transport={sync.transport!r}: use 'disk'")
 
     def save(self, uri: str) -> CheckpointRef:
         state = {"state": self._state, "last": asdict(self._last) if self._last else None}

@@ -6,7 +6,7 @@ Every method is called on all ranks with the same arguments; rank 0's answer is 
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,30 @@ from megatron.core import parallel_state
 
 from milepost.engines import megatron_batch, megatron_checkpoint, megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
-from milepost.engines.digest import weights_digest
-from milepost.engines.hf_export import export_folder, local_path
+from milepost.engines.digest import combined_digest, tensor_digests, weights_digest
+from milepost.engines.hf_export import local_path
 from milepost.engines.losses import get_loss
 from milepost.engines.megatron_memory import Parked, kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.megatron_weights import HfFolder, gather_weights, load_weights
 from milepost.engines.model_layout import check_layout, read_shape
-from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource, WeightVersion
+from milepost.engines.protocols import (
+    CheckpointRef,
+    ExportKind,
+    PushReport,
+    Role,
+    UpdateParams,
+    UpdateResult,
+    WeightSource,
+    WeightVersion,
+)
 from milepost.engines.schedule import learning_rate
+from milepost.engines.weight_carriers import Carrier, open_carrier
+from milepost.engines.weight_exports import Exports
+from milepost.engines.weight_push import push_tensors
 from milepost.storage import files
+from milepost.storage.parameters import SyncSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns, write_table
 
@@ -47,6 +60,8 @@ class MegatronRank:
         self._reference_digest = ""
         self._version: WeightVersion | None = None  # of the weights as they are now, once known
         self._parked = Parked()
+        self._exports = Exports(setup.model_dir, setup.perf.dtype)
+        self._carriers: dict[str, Carrier] = {}
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -93,7 +108,9 @@ class MegatronRank:
         self._parked.resume()
 
     def close(self) -> None:
-        """Leave the other ranks, so that this process may join others."""
+        """Leave the other ranks, and engines, so that this process may join others."""
+        for carrier in self._carriers.values():
+            carrier.close()
         megatron_world.leave_world()
         self._store = None
 
@@ -172,17 +189,37 @@ class MegatronRank:
         self._version = None if applied else self._version
         return result
 
-    def weights(self, uri: str, step: int) -> WeightSource:
+    def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
         with self._working():
             tensors = gather_weights(self._gpt, self._shape)
-            if self._rank == 0:
-                dtype = self._setup.perf.dtype
-                digest = export_folder(tensors, uri, model_dir=self._setup.model_dir, dtype=dtype)
-            digest = self._agree(digest if self._rank == 0 else _drain(tensors))
-        self._version = WeightVersion(step, digest)
+            digest = self._agree(self._exports.write(tensors, uri, kind) if self._rank == 0 else _drain(tensors))
+        self._named(WeightVersion(step, digest))
+        return self._exports.named(uri, self._version)
+
+    def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
+        return self.weights(uri, version.step) if self._version == version else None
+
+    def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport | None:
+        """See TrainEngine; None on all ranks but rank 0. Weights are gathered twice: for their digest, and to go."""
+        started = time.monotonic()
+        with self._working():
+            tensors = gather_weights(self._gpt, self._shape)
+            digests = tensor_digests(tensors, threads=self._threads)  # empty on other ranks
+            digest = self._agree(combined_digest(digests))
+            tensors = gather_weights(self._gpt, self._shape, to_cpu=False)
+            self._named(WeightVersion(step, digest))
+            if self._rank != 0:
+                _drain(tensors)
+                return None
+            carrier = self._carriers.setdefault(sync.transport, open_carrier(sync.transport))
+            report = push_tensors(tensors, urls, self._version, names=digests, sync=sync, carrier=carrier)
+        return replace(report, metrics=report.metrics | {"seconds": time.monotonic() - started})
+
+    def _named(self, version: WeightVersion) -> None:
+        """Take `version` as the name of the weights as they are."""
+        self._version = version
         if not self._progress.optimizer_steps:
-            self._reference_digest = digest
-        return WeightSource(uri, self._version)
+            self._reference_digest = version.digest
 
     def _agree(self, value: str) -> str:
         """Rank 0's `value`, on every rank."""

@@ -181,10 +181,11 @@ def _copy(parameter: Tensor, local: Tensor, weight: Weight) -> None:
 
 
 @torch.no_grad()
-def gather_weights(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and tensors, on the CPU of rank 0; every rank must run it to the end, the others get nothing.
+def gather_weights(model: torch.nn.Module, shape: ModelShape, *, to_cpu: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and tensors, on rank 0; every rank must run it to the end, the others get nothing.
 
-    Only one weight is whole at a time.
+    They are copies on the CPU or, without `to_cpu`, tensors of the model's device that may be the parameters
+    themselves. Only one weight is whole at a time.
     """
     if parallel_state.get_data_parallel_rank() != 0:
         return
@@ -201,10 +202,8 @@ def gather_weights(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[
         slices = _to_first_stage(slices, owner, sizes[weight.hf_names[0]], model)
         if dist.get_rank() == 0 and slices is not None:
             whole = join(weight.kind, list(slices), shape)
-            yield from (
-                (name, part.contiguous().to("cpu", copy=True))
-                for name, part in zip(weight.hf_names, whole, strict=True)
-            )
+            for name, part in zip(weight.hf_names, whole, strict=True):
+                yield name, part.contiguous().to("cpu", copy=True) if to_cpu else part.contiguous()
 
 
 def _slice_sizes(own: dict[str, torch.Size]) -> dict[str, torch.Size]:

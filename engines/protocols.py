@@ -5,19 +5,43 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from milepost.storage.checkpoints import CheckpointRef as CheckpointRef
+from milepost.storage.parameters import SyncSection
 from milepost.storage.tables import TableRef
 from milepost.storage.weight_version import WeightVersion as WeightVersion
 
 PauseMode = Literal["retract", "in_place", "abort"]
 Role = Literal["policy", "reference"]
+ExportKind = Literal["full", "delta"]
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Weights to load: a Hugging Face folder of safetensors whose content has `version.digest`."""
+    """Weights to load: a folder whose content has `version.digest`.
+
+    It is a Hugging Face folder of safetensors or, when it has a `base`, what changed since those weights: see
+    engines/weight_delta.py.
+    """
 
     uri: str
     version: WeightVersion
+    base: WeightVersion | None = None
+
+    @staticmethod
+    def parse(content: dict[str, Any]) -> "WeightSource":
+        """From `dataclasses.asdict`, by way of JSON."""
+        base = content.get("base")
+        return WeightSource(
+            content["uri"], WeightVersion(**content["version"]), WeightVersion(**base) if base is not None else None
+        )
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """Weights that were sent into engines. Those in `failed`, with the reason, must load a folder before they serve."""
+
+    version: WeightVersion
+    failed: dict[str, str]
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,17 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def weights(self, uri: str, step: int) -> WeightSource:
-        """Export the weights as a Hugging Face folder at `uri`, as version `step`."""
+    def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
+        """Export the weights as a Hugging Face folder at `uri`, as version `step`.
+
+        `delta` writes what changed since the last export of this kind instead, when there is one to build on.
+        """
+        ...
+
+    def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
+        """Export the weights once more as they were named, or None when they are not `version` any more."""
+        ...
+
+    def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport:
+        """Send the weights, as version `step`, into the paused engines at `urls`, by `sync.transport`."""
         ...

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.engines import cluster
-from milepost.engines.protocols import CheckpointRef, Role, UpdateParams, UpdateResult, WeightSource
+from milepost.engines.protocols import (
+    CheckpointRef,
+    ExportKind,
+    PushReport,
+    Role,
+    UpdateParams,
+    UpdateResult,
+    WeightSource,
+    WeightVersion,
+)
 from milepost.engines.rank_actor import RankActor
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection, SyncSection
 from milepost.storage.tables import TableRef
 
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
@@ -70,9 +79,17 @@ class TrainActors:
     def resume_memory(self) -> None:
         self._call("resume_memory")
 
-    def weights(self, uri: str, step: int) -> WeightSource:
-        source: WeightSource = self._call("weights", uri, step)
+    def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
+        source: WeightSource = self._call("weights", uri, step, kind)
         return source
+
+    def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
+        source: WeightSource | None = self._call("export", uri, version)
+        return source
+
+    def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport:
+        report: PushReport = self._call("push", urls, step, sync)
+        return report
 
     def connect_ranks(self) -> None:
         """Let the ranks find each other and load the model."""

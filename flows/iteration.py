@@ -187,7 +187,7 @@ async def sync(context: StepContext, *, save: bool) -> Synced:
 def close(context: StepContext, collected: Collected, optimized: Optimized, synced: Synced) -> StepManifest:
     table = concat([read_table(ref) for ref in collected.shards], ROLLOUTS)
     seconds = stage_seconds(context.store) | {"time/sync": synced.seconds}
-    metrics = rollout_metrics(table) | update_metrics(optimized.results) | seconds
+    metrics = rollout_metrics(table) | update_metrics(optimized.results) | seconds | synced.metrics
     return close_step(
         context.store,
         context.folder,

@@ -31,7 +31,7 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     turns = Turns(launched.parameters.perf.colocate, engines.trainer, engines.engines)
     stands = recover_trainer(launched.folder, engines.trainer, say=say)
     await turns.syncing()
-    version = await push_weights(
+    pushed = await push_weights(
         stands.step,
         launched.parameters.sync,
         folder=launched.folder,
@@ -39,9 +39,9 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
         engines=list(engines.engines),
         router_url=engines.router_url,
     )
-    check_version(stands, version)
+    check_version(stands, pushed.version)
     await turns.generating()
-    return stands.step, Position(stands.cursor, version, launched.fence)
+    return stands.step, Position(stands.cursor, pushed.version, launched.fence)
 
 
 async def evaluate(launched: Launched, version: WeightVersion, router_url: str) -> Accuracy | None:

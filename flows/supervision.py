@@ -12,12 +12,13 @@ from typing import Any
 
 from milepost.engines.cluster import EngineDied, EngineMissing, EngineTimeout
 from milepost.engines.fleet import Fleet, start_rollout
+from milepost.engines.protocols import TrainEngine, WeightSource
 from milepost.engines.rollout_actor import RolloutActor
 from milepost.flows.progress import say
 from milepost.flows.start import Launched
 from milepost.router.control import add_worker, remove_worker, rotation
 from milepost.storage.runs import RunFolder
-from milepost.tasks.sync import current_weights, load_into
+from milepost.tasks.sync import current_weights, exported, load_into
 
 WATCH_SECONDS = 1.0
 STALE_SECONDS = 0.5
@@ -71,7 +72,7 @@ async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts
             await asyncio.to_thread(engine.close)  # Ray keeps a dead actor's name until it is told to
             new = await asyncio.to_thread(_start, index, launched)
             owned.callback(new.close)
-            url = await admit(new, launched.folder, fleet.router_url)
+            url = await admit(new, launched.folder, fleet)
 
 
 def _start(index: int, launched: Launched) -> RolloutActor:
@@ -84,7 +85,7 @@ async def _dismiss(url: str, router_url: str) -> None:
             await remove_worker(router_url, worker)
 
 
-async def admit(engine: RolloutActor, folder: RunFolder, router_url: str) -> str:
+async def admit(engine: RolloutActor, folder: RunFolder, fleet: Fleet) -> str:
     """Load the current weights into a new engine and let the router use it; again while they change. Its URL.
 
     A push that found the engine still starting has named its weights before, so it is seen here.
@@ -92,9 +93,15 @@ async def admit(engine: RolloutActor, folder: RunFolder, router_url: str) -> str
     url = await asyncio.to_thread(engine.url)
     while True:
         source = current_weights(folder)
-        if source is not None and await asyncio.to_thread(engine.weight_version) != source.version:
-            await asyncio.to_thread(load_into, engine, source, mode="abort")
-        worker = await add_worker(router_url, url)
+        if source is not None:
+            await asyncio.to_thread(_bring, source, engine, fleet.trainer)
+        worker = await add_worker(fleet.router_url, url)
         if worker.state != "stale" and current_weights(folder) == source:
             return url
         await asyncio.sleep(STALE_SECONDS)
+
+
+def _bring(source: WeightSource, engine: RolloutActor, trainer: TrainEngine) -> None:
+    """Load `source` unless the engine holds it already: weights sent without a folder it names by a shorter digest."""
+    if str(engine.weight_version()) != str(source.version) and exported(source, trainer):
+        load_into(engine, source, mode="abort")

@@ -4,20 +4,33 @@ Never answered from the journal: its effect lives in the memory of processes.
 """
 
 import asyncio
+import logging
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from milepost.engines.cluster import EngineDied, EngineMissing, EngineTimeout
-from milepost.engines.protocols import PauseMode, RolloutEngine, TrainEngine, WeightSource, WeightVersion
+from milepost.engines.protocols import (
+    ExportKind,
+    PauseMode,
+    RolloutEngine,
+    TrainEngine,
+    WeightSource,
+    WeightVersion,
+)
+from milepost.engines.weight_folders import folder_bytes, full_folder
 from milepost.router.control import Rotation, rotation, set_weight_version
 from milepost.storage import checkpoints, files
 from milepost.storage.parameters import SyncSection
 from milepost.storage.runs import RunFolder
 
+T = TypeVar("T")
 KEEP_EXPORTS = 2
+FOLDERS = ("disk", "delta")  # transports that write a folder for engines to load
 ADMISSION_SECONDS = 0.5
 
 
@@ -28,6 +41,15 @@ class Synced:
     version: WeightVersion
     checkpoint: str
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The weights that engines now hold, and what it took."""
+
+    version: WeightVersion
+    metrics: dict[str, float]
 
 
 class SyncMismatch(RuntimeError):
@@ -48,8 +70,9 @@ def load_into(engine: RolloutEngine, source: WeightSource, *, mode: PauseMode) -
 
 def remove_old_exports(folder: RunFolder, newest: int) -> None:
     """Weights that no engine needs any more; checkpoints are kept elsewhere."""
+    kept = full_folder(folder.weights(max(0, newest - KEEP_EXPORTS + 1)))  # and what builds on it
     for name in files.names(files.join(folder.workspace, "weights")):
-        if name.isdigit() and int(name) <= newest - KEEP_EXPORTS:
+        if name.isdigit() and folder.weights(int(name)) < kept:
             files.remove_folder(folder.weights(int(name)))
 
 
@@ -61,22 +84,84 @@ async def push_weights(
     trainer: TrainEngine,
     engines: list[RolloutEngine],
     router_url: str,
-) -> WeightVersion:
-    """Export the trainer's weights as `version` and load them into every engine, each all or nothing by digest.
+) -> Pushed:
+    """Bring the trainer's weights, as `version`, into every engine, each all or nothing by digest.
 
     An engine that has died is left to whoever starts it again: it loads the current weights then, and the router keeps
     it out until it holds them. EngineTimeout when an engine does not answer in time, or when none serves `version`.
     """
-    source = await asyncio.to_thread(trainer.weights, folder.weights(version), version)
-    files.publish_json(_current(folder), asdict(source), overwrite=True)  # before any engine is asked to load it
-    loads = (asyncio.to_thread(load_into, engine, source, mode=sync.pause_mode) for engine in engines)
-    for found in await asyncio.gather(*loads, return_exceptions=True):
-        if isinstance(found, BaseException) and not isinstance(found, EngineDied | EngineMissing):
-            raise found
+    started = time.monotonic()
+    if sync.transport in FOLDERS:
+        source, metrics = await load_folder(version, sync, folder=folder, trainer=trainer, engines=engines)
+    else:
+        admitted = await _admitted(engines, router_url)
+        source, metrics = await send_live(version, sync, folder=folder, trainer=trainer, engines=admitted)
+    metrics["sync/seconds"] = time.monotonic() - started
+    moving = metrics.get("sync/transfer_seconds", metrics["sync/seconds"])
+    metrics["sync/gigabytes_per_second"] = metrics["sync/bytes"] / 1e9 / max(moving, 1e-9)
     serving = await set_weight_version(router_url, source.version)
     await _until_served(serving, router_url, timeout_seconds=sync.timeout_seconds)
     remove_old_exports(folder, version)
-    return source.version
+    return Pushed(source.version, metrics)
+
+
+Sent = tuple[WeightSource, dict[str, float]]
+
+
+async def load_folder(
+    version: int, sync: SyncSection, *, folder: RunFolder, trainer: TrainEngine, engines: list[RolloutEngine]
+) -> Sent:
+    """Export a folder, and have every engine load it."""
+    kind: ExportKind = "delta" if sync.transport == "delta" else "full"
+    source = await asyncio.to_thread(trainer.weights, folder.weights(version), version, kind)
+    _publish(folder, source)  # before any engine is asked to load it
+    await _of_living(asyncio.to_thread(load_into, engine, source, mode=sync.pause_mode) for engine in engines)
+    return source, {"sync/bytes": float(folder_bytes(source.uri))}
+
+
+async def send_live(
+    version: int, sync: SyncSection, *, folder: RunFolder, trainer: TrainEngine, engines: list[RolloutEngine]
+) -> Sent:
+    """Have the trainer send its weights into the engines. One that did not take them loads a folder instead."""
+    urls = await _of_living(asyncio.to_thread(_paused, engine, sync.pause_mode) for engine in engines)
+    asked = {url: engine for url, engine in zip(urls, engines, strict=True) if url is not None}
+    report = await asyncio.to_thread(trainer.push, list(asked), version, sync)
+    source = WeightSource(folder.weights(version), report.version)
+    files.remove_folder(source.uri)  # one that is left of an earlier attempt may be of other weights
+    _publish(folder, source)
+    await _of_living(asyncio.to_thread(engine.resume) for url, engine in asked.items() if url not in report.failed)
+    if report.failed:
+        logging.getLogger(__name__).warning("%s; a folder is loaded instead", "; ".join(report.failed.values()))
+        await asyncio.to_thread(trainer.export, source.uri, source.version)
+        failed = (asked[url] for url in report.failed)
+        await _of_living(asyncio.to_thread(load_into, engine, source, mode=sync.pause_mode) for engine in failed)
+    metrics = {f"sync/{name}": value for name, value in report.metrics.items()}
+    return source, metrics | {"sync/failed": float(len(report.failed))}
+
+
+async def _admitted(engines: list[RolloutEngine], router_url: str) -> list[RolloutEngine]:
+    """Without engines that have just been started: whoever does that loads what is current into them."""
+    known = {worker.url for worker in (await rotation(router_url)).workers if worker.state != "stale"}
+    urls = await _of_living(asyncio.to_thread(engine.url) for engine in engines)
+    return [engine for engine, url in zip(engines, urls, strict=True) if url in known]
+
+
+def _paused(engine: RolloutEngine, mode: PauseMode) -> str:
+    engine.pause(mode)
+    return engine.url()
+
+
+async def _of_living(asked: Iterable[Awaitable[T]]) -> list[T | None]:
+    """The answers, with None for an engine that has died; the first error of one that has not."""
+    answers: list[T | None] = []
+    for found in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(found, EngineDied | EngineMissing):
+            answers.append(None)
+        elif isinstance(found, BaseException):
+            raise found
+        else:
+            answers.append(found)
+    return answers
 
 
 async def _until_served(found: Rotation, router_url: str, *, timeout_seconds: float) -> None:
@@ -94,12 +179,28 @@ def _current(folder: RunFolder) -> str:
     return files.join(folder.workspace, "weights", "current.json")
 
 
+def _publish(folder: RunFolder, source: WeightSource) -> None:
+    files.publish_json(_current(folder), asdict(source), overwrite=True)
+
+
 def current_weights(folder: RunFolder) -> WeightSource | None:
     """The weights that the engines of a run are to hold; None before the first were pushed."""
     if not files.exists(_current(folder)):
         return None
-    content = files.read_json(_current(folder))
-    return WeightSource(content["uri"], WeightVersion(**content["version"]))
+    return WeightSource.parse(files.read_json(_current(folder)))
+
+
+def exported(source: WeightSource, trainer: TrainEngine) -> bool:
+    """Whether there is a folder of current weights, which is written now when they were sent without one.
+
+    Not when the trainer has gone on: the weights that it sends next reach every engine.
+    """
+    if files.exists(source.uri):
+        return True
+    try:
+        return trainer.export(source.uri, source.version) is not None
+    except EngineTimeout:
+        return False  # it is at work, after which its weights are others
 
 
 def save_checkpoint(version: WeightVersion, *, folder: RunFolder, trainer: TrainEngine) -> str:
@@ -129,7 +230,7 @@ async def sync_weights(
     """Push the weights after `version` steps to every engine, and save a checkpoint of them when `save` is set."""
     started = time.monotonic()
     pushed = await push_weights(version, sync, folder=folder, trainer=trainer, engines=engines, router_url=router_url)
-    if not save:
-        return Synced(pushed, "", time.monotonic() - started)
-    uri = await asyncio.to_thread(save_checkpoint, pushed, folder=folder, trainer=trainer)
-    return Synced(pushed, uri, time.monotonic() - started)
+    uri = ""
+    if save:
+        uri = await asyncio.to_thread(save_checkpoint, pushed.version, folder=folder, trainer=trainer)
+    return Synced(pushed.version, uri, time.monotonic() - started, pushed.metrics)
