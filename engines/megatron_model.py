@@ -4,6 +4,7 @@ Gradients are summed over micro-batches and data-parallel ranks, never averaged:
 """
 
 import math
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -129,9 +130,18 @@ def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GP
     )
     gpt.rotary_pos_emb = Rotary(inverse_frequencies(shape.rope, shape.head_dim).to(device()))
     if compiles(perf):
-        for layer in gpt.decoder.layers:
-            layer.forward = torch.compile(layer.forward)
+        compile_layers(gpt)
     return gpt.to(device=device(), dtype=DTYPES[perf.dtype])
+
+
+def compile_layers(gpt: GPTModel, backend: str = "inductor") -> None:
+    """Each layer as one graph, which all layers share."""
+    settings = torch._dynamo.config
+    settings.recompile_limit = 64  # with and without gradients, one sample and several, fixed and varying lengths
+    # Megatron warns at every matrix product that its group is the usual one, which would cut the graph there.
+    getattr(settings, "ignore_logging_functions", set()).add(warnings.warn)
+    for layer in gpt.decoder.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
 
 
 def compiles(perf: PerfSection) -> bool:

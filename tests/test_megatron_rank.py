@@ -12,10 +12,12 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from milepost.engines.megatron_checkpoint import DamagedCheckpoint
 from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
+from milepost.engines.megatron_model import compile_layers
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.protocols import UpdateParams
 from milepost.engines.train_actors import TrainSetup
@@ -138,6 +140,19 @@ def test_padding_and_recomputation_change_no_number(changes: dict[str, Any], ran
         logprobs = np.concatenate(read_table(filled)["old_logprobs"].to_pylist())
         found.append([*logprobs, *(step[name] for step in metrics for name in ("loss", "grad_norm"))])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_are_whole_graphs_and_change_no_number(recompute: str, ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks.start().step(write(tmp_path), UPDATE, "a").metrics
+    rank = ranks.start(perf=PerfSection(train_threads=1, recompute=recompute))
+    compile_layers(rank._gpt, backend="eager")
+    counters.clear()
+    found = rank.step(write(tmp_path), UPDATE, "a").metrics
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    assert [found[name] for name in ("loss", "grad_norm")] == pytest.approx(
+        [wanted[name] for name in ("loss", "grad_norm")], rel=1e-6
+    )
 
 
 def test_rows_without_a_trained_token_change_nothing(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A Hugging Face folder becomes a Megatron model and comes back unchanged, and both give the same log-probabilities."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -183,3 +184,15 @@ def test_logprobs_and_gradients_do_not_depend_on_chunks_or_padding(chunk: int, p
     weight = torch.randn(3, generator=generator)
     slopes = [torch.autograd.grad((value * weight).sum(), logits, retain_graph=True)[0] for value in (found, wanted)]
     torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_kernels_give_the_same_logprobs_and_gradients() -> None:
+    logits, positions, targets = torch.randn(9, 50).requires_grad_(), torch.tensor([1, 3, 8]), torch.tensor([0, 47, 5])
+    found = [
+        taken_logprobs(logits, positions, targets, temperature=0.7, columns=VocabSlice(48, compiled=compiled))
+        for compiled in (False, True)
+    ]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(values.sum(), logits)[0] for values in found))

@@ -12,30 +12,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from made_trainer import SIZES, Trainer, flops
 
 from milepost.engines import megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
-from milepost.engines.losses import get_loss
-from milepost.engines.megatron_batch import MicroBatch, Sample, loss_columns, micro_batch
-from milepost.engines.megatron_memory import Parked, kept_tensors, scratch_tensors
-from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
-from milepost.engines.megatron_step import Passes, denominators
-from milepost.engines.model_layout import parameter_count, read_shape
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
+from milepost.storage.parameters import PerfSection
 
 PEAK_FLOPS = 989e12
 ATTENTION_WORDS = ("flash", "fmha", "sdpa", "attention")
-NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-SIZES: dict[str, tuple[int, ...]] = {
-    "0.6B": (1024, 3072, 28, 16, 8),
-    "1.7B": (2048, 6144, 28, 16, 8),
-    "4B": (2560, 9728, 36, 32, 8),
-    "tiny": (64, 192, 2, 4, 2),
-}
 
 
 @dataclass(frozen=True)
@@ -57,66 +45,6 @@ class Row:
     released_gib: float
 
 
-def hf_config(size: str) -> dict[str, Any]:
-    """The config.json of Qwen3 in that size."""
-    small = size == "tiny"
-    return dict(zip(NAMES, SIZES[size], strict=True)) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "head_dim": 16 if small else 128,
-        "vocab_size": 256 if small else 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    }
-
-
-class Trainer:
-    """What MegatronRank is made of, with random weights, and without tables."""
-
-    def __init__(self, size: str, perf: PerfSection, *, deterministic: bool) -> None:
-        self.config, self.perf = hf_config(size), perf
-        shape, model = read_shape(self.config), ModelSection()
-        megatron_world.keep_to_loopback(megatron_world.LOOPBACK)
-        store = megatron_world.open_store(megatron_world.LOOPBACK, 1)
-        megatron_world.join_world(store, rank=0, world=1, model=model)
-        megatron_world.seed_streams(0)
-        if not deterministic:
-            torch.use_deterministic_algorithms(False)
-        gpt = build_model(shape, model, perf)
-        with torch.no_grad():
-            for parameter in gpt.parameters():
-                parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-        self.gpt, self.model = gpt, wrap_model(gpt)
-        self.optimizer = build_optimizer(self.model, OptimizerSection(), perf)
-        self.passes = Passes(self.model, shape, 1.0, compiled=compiles(perf))
-        self.parked = Parked()
-
-    def micro_batches(self, lengths: list[int], count: int) -> tuple[list[Sample], list[MicroBatch]]:
-        """`count` micro-batches of sequences of `lengths`, three quarters of each a response."""
-        random, samples, batches = np.random.default_rng(0), [], []
-        for _ in range(count):
-            made = [_sample(random, length, self.config["vocab_size"], len(samples)) for length in lengths]
-            samples += made
-            batches.append(micro_batch(made, loss_columns(made), device(), packing=self.perf.packing))
-        return samples, batches
-
-    def step(self, samples: list[Sample], batches: list[MicroBatch]) -> None:
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.passes.gradients(batches, get_loss("ppo_clip"), {}, denominators(samples))
-        set_rates(self.optimizer, lr=1e-6, weight_decay=0.0)
-        self.optimizer.step()
-
-
-def _sample(random: np.random.Generator, length: int, vocab: int, row: int) -> Sample:
-    """One that takes `length` positions: its last token predicts nothing."""
-    tokens = random.integers(0, vocab, length + 1, dtype=np.int32)
-    prompt = max(1, length // 4)
-    ones = np.ones(length + 1 - prompt, np.float32)
-    columns = {"loss_mask": ones, "advantages": ones, "old_logprobs": -12 * ones}
-    return Sample(row, str(row), tokens[:prompt], tokens[prompt:], columns)
-
-
 def cases(*, tiny: bool) -> dict[str, list[int]]:
     """Lengths of the sequences of a micro-batch by name."""
     scale = 32 if tiny else 1
@@ -124,13 +52,6 @@ def cases(*, tiny: bool) -> dict[str, list[int]]:
     rest = 8192 // scale - sum(short)
     mixed = [*short, rest] if rest > 0 else [512 // scale] * 16
     return {"1 x 2,048": [2048 // scale], "1 x 8,192": [8192 // scale], "8,192 of about 512": mixed}
-
-
-def flops(config: dict[str, Any], lengths: list[int]) -> float:
-    """Of forward and backward passes over sequences of `lengths`."""
-    width = config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
-    attention = sum(6 * length**2 * width for length in lengths)
-    return 6.0 * parameter_count(config) * sum(lengths) + attention
 
 
 def seconds(work: Callable[[], object], *, repeats: int) -> float:
