@@ -99,8 +99,12 @@ def _convert(file: Path, directory: Path) -> None:
     from milepost.engines.embedded_weights import write_folder
 
     source = {"gguf_file": file.name, "local_files_only": True}
-    AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(directory)
-    write_folder(AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source), directory)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+    if isinstance(model.config.eos_token_id, int):  # transformers 5.12 gives the tokenizer another one
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(directory)
+    write_folder(model, directory)
 
 
 def _rename(temporary: Path, folder: Path) -> None:
