@@ -1,14 +1,13 @@
 """Weights that a trainer pushes into an embedded engine: kept aside until all have arrived, then taken or dropped."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from fastapi import FastAPI
-from torch import Tensor
 
-from milepost.engines.weight_buckets import byte_count, unflatten
-from milepost.engines.weight_group import WeightGroup
-from milepost.engines.weight_memory import read_shared
+if TYPE_CHECKING:  # a flow that starts engines imports this, and no torch
+    from torch import Tensor
+
+    from milepost.engines.weight_group import WeightGroup
 
 JOIN_SECONDS = 60.0
 
@@ -30,12 +29,12 @@ class Update:
             raise ValueError("a weight update is open already: end it first")
         self._tensors, self.label = {}, ""
 
-    def add(self, tensors: dict[str, Tensor]) -> None:
+    def add(self, tensors: "dict[str, Tensor]") -> None:
         if self._tensors is None:
             raise ValueError("no weight update is open: begin one first")
         self._tensors |= tensors
 
-    def end(self) -> tuple[dict[str, Tensor], str]:
+    def end(self) -> "tuple[dict[str, Tensor], str]":
         """All tensors and their name; nothing is open any more."""
         if self._tensors is None:
             raise ValueError("no weight update is open: begin one first")
@@ -47,6 +46,10 @@ class Update:
 
     def join(self, body: dict[str, Any]) -> None:
         """Join the trainer's group; ValueError when the others do not come."""
+        import torch.distributed as dist
+
+        from milepost.engines.weight_group import WeightGroup
+
         address, port, name, world = (
             body[key] for key in ("master_address", "master_port", "group_name", "world_size")
         )
@@ -60,6 +63,8 @@ class Update:
 
     def receive(self, body: dict[str, Any]) -> None:
         """Take part in the broadcast of a bucket."""
+        from milepost.engines.weight_buckets import byte_count, unflatten
+
         group = self._groups.get(str(body.get("group_name")))
         if group is None:
             raise ValueError(f"group {body.get('group_name')!r} was not joined: call init_weights_update_group first")
@@ -70,6 +75,12 @@ class Update:
         except RuntimeError as error:
             raise ValueError(f"the broadcast broke off: {error}") from None
         self.add(unflatten(flat, described))
+
+    def read(self, path: str, described: list[dict[str, Any]]) -> None:
+        """Take a bucket from shared memory."""
+        from milepost.engines.weight_memory import read_shared
+
+        self.add(read_shared(path, described))
 
     def leave(self, name: str) -> None:
         group = self._groups.pop(name, None)
@@ -104,7 +115,7 @@ def add_updates(app: FastAPI, backend: Any) -> None:
 
     @app.post("/update_weights_from_tensor")
     def update_weights_from_tensor(body: dict[str, Any]) -> dict[str, Any]:
-        update.add(read_shared(_text(body, "shared_memory"), body.get("tensors", [])))
+        update.read(_text(body, "shared_memory"), body.get("tensors", []))
         return done
 
     @app.post("/init_weights_update_group")

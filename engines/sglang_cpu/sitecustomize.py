@@ -18,6 +18,7 @@ class _Torchvision(MetaPathFinder):
 
             if torch.version.cuda or torch.version.hip:  # its library loads there
                 return
+            torch.cuda.synchronize = lambda device=None: None  # SGLang's weights checker calls it on a CPU as well
             self.library = torch.library.Library("torchvision", "DEF")
             self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
