@@ -9,7 +9,7 @@ from typing import Any
 from milepost.engines.protocols import PauseMode, WeightVersion
 from milepost.engines.weight_checksums import SentTensors, checked_ranks
 
-GIVE_UP_SECONDS = 10.0
+GIVE_UP_SECONDS = 5.0
 _NOT_FOUND = 404
 
 

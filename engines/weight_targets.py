@@ -47,7 +47,8 @@ class Targets:
             self._drop_all(answers, error)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False)
+        """Wait for engines that give up: the next push is not to meet what is left of this one."""
+        self._pool.shutdown()
 
     def _check(self, what: str, answers: Answers) -> None:
         for answer in answers.values():
