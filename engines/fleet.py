@@ -48,16 +48,16 @@ def _engine_options(parameters: Parameters, index: int) -> dict[str, Any]:
 
 
 def _sglang_options(parameters: Parameters, index: int) -> dict[str, Any]:
-    engines = parameters.engines
+    engines, gpu = parameters.engines, cluster.gpus() > 0
     attach_url = engines.sglang_urls[index] if engines.sglang_urls else ""
     return {
         "python": engines.sglang_python,
-        "flags": server_flags(parameters, index),
+        "flags": server_flags(parameters, index, gpu=gpu),
         "attach_url": attach_url,
         "tensor_parallel": engines.gpus_per_engine,
         "call_seconds": parameters.sync.timeout_seconds,
         "start_seconds": 0.9 * engines.start_timeout_seconds,  # its own error is to come before the caller's
-        "gpu": cluster.gpus() > 0,
+        "gpu": gpu,
     }
 
 

@@ -156,10 +156,10 @@ def check_sglang(parameters: Parameters) -> None:
         check_flags(engines.sglang, known_flags(interpreter(engines.sglang_python)))
 
 
-def server_flags(parameters: Parameters, index: int) -> dict[str, Value]:
+def server_flags(parameters: Parameters, index: int, *, gpu: bool) -> dict[str, Value]:
     """What the parameters ask of server `index` and `engines.sglang` may change, and the latter."""
     flags: dict[str, Value] = {"random_seed": parameters.data.seed + index}
-    if parameters.perf.colocate:
+    if parameters.perf.colocate and gpu:  # without one there is no memory to give up
         flags |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     if parameters.sync.pause_mode == "in_place":
         flags["disable_radix_cache"] = True  # what older weights cached would be used by new requests

@@ -76,6 +76,7 @@ def test_servers_that_run_already_are_one_for_each_engine_and_take_no_flags() ->
 
 def test_what_other_parameters_need_of_the_server_follows_from_them() -> None:
     chosen = Parameters.model_validate({"sync": {"pause_mode": "in_place"}, "perf": {"colocate": True}})
-    flags = server_flags(chosen, 3)
+    flags = server_flags(chosen, 3, gpu=True)
     assert flags["disable_radix_cache"] and flags["enable_memory_saver"] and flags["random_seed"] == 3
-    assert "disable_radix_cache" not in server_flags(Parameters(), 0)
+    assert "disable_radix_cache" not in server_flags(Parameters(), 0, gpu=True)
+    assert "enable_memory_saver" not in server_flags(chosen, 3, gpu=False)
