@@ -82,7 +82,7 @@ class HttpGenerate:
             async with asyncio.timeout(self.timeout_seconds):
                 answer = await self._ask(request, problems)
         except TimeoutError:
-            await self._abort(request.sample_id)
+            await self._abort(_rid(request, problems))
             late = f"sample {request.sample_id!r} had no answer within {self.timeout_seconds:g} s and was aborted"
             raise TimeoutError(": ".join([late, *problems[-1:]])) from None
         return parse_completion(request.sample_id, answer)
@@ -92,7 +92,7 @@ class HttpGenerate:
         failures = 0
         while True:
             try:
-                reply = await self._post(request)
+                reply = await self._post(request, _rid(request, problems))
             except aiohttp.ClientError as error:
                 problems.append(f"{type(error).__name__}: {error}".rstrip(": "))
                 failures += 1
@@ -110,9 +110,9 @@ class HttpGenerate:
                 )
             await asyncio.sleep(_delay(len(problems)))
 
-    async def _post(self, request: GenerateRequest) -> Reply:
+    async def _post(self, request: GenerateRequest, rid: str) -> Reply:
         body = {
-            "rid": request.sample_id,
+            "rid": rid,
             "input_ids": request.input_ids,
             "sampling_params": request.sampling,
             "return_logprob": True,
@@ -123,6 +123,11 @@ class HttpGenerate:
         """Best effort: the closed connection has told the engine, unless something between kept its own open."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             await _post(self.client, f"{self.url}/abort_request", {"rid": rid}, timeout_seconds=ABORT_TIMEOUT_SECONDS)
+
+
+def _rid(request: GenerateRequest, problems: list[str]) -> str:
+    """Of the next attempt: an engine may still be at work on one whose answer was lost, and refuses its name."""
+    return f"{request.sample_id}~{len(problems)}" if problems else request.sample_id
 
 
 def _delay(attempt: int) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from prefect import task
@@ -14,6 +14,7 @@ from milepost.storage.parameters import RewardSection, RolloutSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table
 from milepost.tasks.generate import Sampling, generate_table, prompts_of
+from milepost.tasks.samples import Prompt
 from milepost.tasks.score import verdicts_of, with_verdicts
 
 Z_95 = 1.959963984540054
@@ -56,6 +57,11 @@ def accuracy(table: pa.Table) -> Accuracy:
     return wilson(sum(scores) / len(scores) if scores else math.nan, len(scores))
 
 
+def _named(prompts: list[Prompt], step: int) -> list[Prompt]:
+    """Prompts that no step serves, with groups of their own: requests are told apart by them."""
+    return [replace(prompt, group_id=f"eval-{step:06d}-{row:06d}") for row, prompt in enumerate(prompts)]
+
+
 @task(task_run_name="evaluate-{store.step}", cache_policy=NO_CACHE)
 async def evaluate_policy(
     prompts: TableRef,
@@ -76,7 +82,7 @@ async def evaluate_policy(
     commit = store.committed(slot, key)
     if commit is None:
         place = {"run_id": store.run_id, "step": store.step, "shard": 0}
-        served = prompts_of(read_table(prompts))
+        served = _named(prompts_of(read_table(prompts)), store.step)
         table = await generate_table(served, chosen, rollout, router_url=router_url, place=place)
         pool = GraderPool.connect(store.run_id, workers=reward.workers)
         scored = with_verdicts(table, await verdicts_of(table, reward, pool=pool))
