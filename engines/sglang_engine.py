@@ -162,9 +162,8 @@ class SglangEngine:
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back; generation continues once all of it is there, unless it was paused before."""
-        wanted = [
-            tag for tag in tags or MEMORY_TAGS if tag in self._released
-        ]  # the server dies of a tag that it did not release
+        # The server dies of a tag that it did not release.
+        wanted = [tag for tag in tags or MEMORY_TAGS if tag in self._released]
         if wanted:
             self._ask("/resume_memory_occupation", {"tags": wanted})
             self._released -= set(wanted)
