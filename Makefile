@@ -24,7 +24,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed check types sglang
 	$(BIN)/python -m pytest -m "not slow and not gpu"
-	$(BIN)/python -m pytest -rs -m "slow and not gpu"
+	$(BIN)/python -m pytest -rs -m "slow and not gpu" -n 2 --dist loadfile
 
 # Without it the tests of real SGLang are skipped, and say so.
 sglang:
