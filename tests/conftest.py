@@ -1,6 +1,7 @@
 """What many tests share: one state folder, one Prefect server and one Ray cluster for the whole session."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +44,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     vocabulary = load_tokenizer(folder).vocab_size
     write_tiny_model(folder, vocab_size=vocabulary, hidden=32, layers=2, heads=4, kv_heads=2, seed=0)
     return folder
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What Milepost logs, once each, whatever servers and engines of this process made of logging's configuration."""
+    logger = logging.getLogger("milepost")
+    for name, known in logging.Logger.manager.loggerDict.items():
+        if name.startswith("milepost.") and isinstance(known, logging.Logger):
+            known.disabled = False
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="milepost"):
+        patch.setattr(logger, "handlers", [caplog.handler])
+        patch.setattr(logger, "propagate", False)
+        yield caplog
 
 
 Prompts = Callable[..., str]
