@@ -11,7 +11,7 @@ from tests.chaos.harness import Case, compare, finish, kill_flow_after, kill_vic
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 
 FAKE = ["engines.train=fake", "engines.rollout=fake", "checkpoint.every_steps=2"]
-BOUNDARIES = ["0/sample-r0", "0/generate-r0-s001", "1/score-r0-s000", "2/optimize-r0", "2/manifest"]
+BOUNDARIES = ["0/generate-r0-s001", "1/score-r0-s000", "2/optimize-r0"]  # all of them in `make chaos`
 
 
 def begun(root: Path, settings: list[str], *, steps: int) -> Case:
@@ -31,7 +31,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory, model_dir: str, prefect_serve
     return case
 
 
-def test_the_flow_may_be_killed_at_every_boundary(tmp_path: Path, fake: Case) -> None:
+def test_the_flow_may_be_killed_between_its_stages(tmp_path: Path, fake: Case) -> None:
     disturbed = begun(tmp_path / "run", fake.settings, steps=fake.steps)
     for boundary in BOUNDARIES:
         assert kill_flow_after(disturbed, boundary), boundary
