@@ -4,7 +4,6 @@ It dies with the process that started it, however that ends (on Linux).
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from milepost.engines.death_signal import death_signal
 from milepost.engines.sglang_client import SglangRefused, ask
 
 POLL_SECONDS = 0.25
@@ -26,7 +26,6 @@ PORT_TRIES = 3
 TAIL_LINES = 4
 LINE_CHARACTERS = 300
 
-_PR_SET_PDEATHSIG = 1
 _PORT_TAKEN = re.compile(r"address already in use|port \d+ is (already )?(in use|not available)", re.IGNORECASE)
 _ERROR = re.compile(r"^\s*([\w.]*(Error|Exception|Interrupt)\b.*)")
 
@@ -69,7 +68,7 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_death_signal() if sys.platform == "linux" else None,
+            preexec_fn=death_signal() if sys.platform == "linux" else None,
         )
 
 
@@ -166,16 +165,3 @@ class SglangServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
-
-
-def _death_signal() -> Callable[[], None]:
-    """A function for the child, before it becomes the command; what it needs is loaded here, ahead of the fork."""
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return arrange

@@ -5,10 +5,8 @@ gets a session of its own and a token in its environment, by which its descendan
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +14,13 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from milepost.engines.death_signal import death_signal
 from milepost.storage import files
 
 TOKEN = "MILEPOST_SERVICE"
@@ -29,7 +28,6 @@ STOP_SECONDS = 10.0
 POLL_SECONDS = 0.05
 
 _CREATED_TOLERANCE = 2.0  # seconds by which the clock's correction may move a creation time
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -151,23 +149,10 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_death_signal() if dies_with_parent and sys.platform == "linux" else None,
+            preexec_fn=death_signal() if dies_with_parent and sys.platform == "linux" else None,
         )
     created = psutil.Process(process.pid).create_time()
     return Service(name, process.pid, created, token, url, str(log), root, scratch), process
-
-
-def _death_signal() -> Callable[[], None]:
-    """A function for the child, before it becomes the command; what it needs is loaded here, ahead of the fork."""
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return arrange
 
 
 def last_words(service: Service) -> str:
