@@ -8,6 +8,7 @@ import errno
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import uvicorn
@@ -132,17 +133,18 @@ def start_app(
 ) -> RunningApp:
     """Start an AppServer actor called `name` and wait until it answers."""
     handle = cluster.start_actor(AppServer, name, factory, kwargs, host, port)
-    return RunningApp(handle, wait_until_serving(handle, name, timeout_seconds=timeout_seconds))
+    return RunningApp(handle, *start_serving({name: handle}, timeout_seconds=timeout_seconds))
 
 
-def wait_until_serving(handle: Any, name: str, *, timeout_seconds: float) -> str:
-    """Have an actor `start`; its URL. An actor that does not is ended, and its own error raised."""
+def start_serving(actors: Mapping[str, Any], *, timeout_seconds: float) -> list[str]:
+    """Have named actors `start` side by side; their URLs. When one does not, its error is raised and all are ended."""
+    starting = {name: handle.start.remote() for name, handle in actors.items()}
     try:
-        url: str = cluster.wait(handle.start.remote(), timeout_seconds, what=f"starting {name}")
+        return [cluster.wait(ref, timeout_seconds, what=f"starting {name}") for name, ref in starting.items()]
     except BaseException:
-        cluster.kill(handle)
+        for handle in actors.values():
+            cluster.kill(handle)
         raise
-    return url
 
 
 def stop_serving_actor(handle: Any) -> None:

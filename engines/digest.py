@@ -1,11 +1,14 @@
 """The content digest of weights: equal for equal tensors, however they are sharded into files or ordered."""
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+
+THREADS = min(8, os.cpu_count() or 1)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -18,7 +21,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """One digest of named tensors: 32 hexadecimal digits. A name that is tied to another is left out by the caller."""
-    return combined_digest({name: tensor_digest(tensor) for name, tensor in tensors})
+    return combined_digest(tensor_digests(tensors))
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
@@ -27,7 +30,7 @@ def combined_digest(digests: Mapping[str, str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], *, threads: int) -> dict[str, str]:
+def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]], *, threads: int = THREADS) -> dict[str, str]:
     """Digest by name, worked out on `threads` threads, as hashing leaves the interpreter free; few tensors wait."""
     found: dict[str, str] = {}
     waiting: deque[tuple[str, Future[str]]] = deque()

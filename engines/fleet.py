@@ -14,11 +14,17 @@ from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
 from milepost.engines.gpu_placement import engine_share, rank_shares, reserved
 from milepost.engines.graders import GraderPool
-from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, engine_name, start_rollout_engine
+from milepost.engines.rollout_actor import (
+    RolloutActor,
+    connect_rollout_engine,
+    create_rollout_engine,
+    engine_name,
+    serve,
+)
 from milepost.engines.served_engine import EmbeddedEngine, FakeEngine
 from milepost.engines.sglang_engine import SglangEngine
 from milepost.engines.sglang_flags import server_flags
-from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, rank_name, start_train_engine
+from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, create_train_engine, rank_name
 from milepost.storage.parameters import Parameters
 
 ROUTER_FACTORY = "milepost.router.app:build_app"
@@ -66,7 +72,7 @@ def world_size(parameters: Parameters) -> int:
     return model.tensor_parallel * model.pipeline_parallel * model.data_parallel
 
 
-def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActors:
+def create_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActors:
     setup = TrainSetup(
         model_dir=model_dir,
         model=parameters.model,
@@ -76,7 +82,7 @@ def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActo
         seed=parameters.data.seed,
     )
     shares = rank_shares(run, parameters)
-    return start_train_engine(
+    return create_train_engine(
         run,
         setup,
         rank_class=RANKS[parameters.engines.train],
@@ -85,16 +91,15 @@ def start_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActo
     )
 
 
-def start_rollout(
+def create_rollout(
     run: str, index: int, parameters: Parameters, model_dir: str, *, options: Mapping[str, Any] | None = None
 ) -> RolloutActor:
-    """Start rollout engine `index`, with the weights of `model_dir`, and wait until it serves; its caller owns it."""
+    """The process of rollout engine `index`, which will serve the weights of `model_dir`; its caller owns it."""
     share = engine_share(run, index, parameters)
-    return start_rollout_engine(
+    return create_rollout_engine(
         run,
         index,
         engine_class=ENGINES[parameters.engines.rollout],
-        timeout_seconds=parameters.engines.start_timeout_seconds,
         call_timeout_seconds=parameters.sync.timeout_seconds,
         model_dir=model_dir,
         host="127.0.0.1",
@@ -105,6 +110,24 @@ def start_rollout(
         resources=share.options() if share else None,
         **(options or _engine_options(parameters, index)),
     )
+
+
+def start_rollout(run: str, index: int, parameters: Parameters, model_dir: str) -> RolloutActor:
+    """Start rollout engine `index`, with the weights of `model_dir`, and wait until it serves; its caller owns it."""
+    engine = create_rollout(run, index, parameters, model_dir)
+    serve([engine], timeout_seconds=parameters.engines.start_timeout_seconds)
+    return engine
+
+
+def _serve_all(engines: list[RolloutActor], parameters: Parameters) -> None:
+    """Have the engines serve, side by side unless each is to leave its GPU to the next before that comes."""
+    timeout = parameters.engines.start_timeout_seconds
+    if not parameters.perf.colocate:
+        serve(engines, timeout_seconds=timeout)
+        return
+    for engine in engines:
+        serve([engine], timeout_seconds=timeout)
+        engine.release_memory()  # the trainer starts on the same GPU
 
 
 def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters) -> RunningApp:
@@ -123,21 +146,21 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Start every process of `run`, and end them all on the way out, whatever happened.
 
+    All processes come first and models after them, because importing takes as long as loading a small model.
     `engine_options` are further arguments of the rollout engine's class.
     """
     with ExitStack() as stack:
         stack.enter_context(reserved(run, parameters))
+        trainer = create_trainer(run, parameters, model_dir)
+        stack.callback(trainer.close)
         engines = []
         for index in range(parameters.engines.rollout_engines):
-            engine = start_rollout(run, index, parameters, model_dir, options=engine_options)
-            stack.callback(engine.close)
-            engines.append(engine)
-            if parameters.perf.colocate:
-                engine.release_memory()  # the trainer starts on the same GPU
-        trainer = start_trainer(run, parameters, model_dir)
-        stack.callback(trainer.close)
+            engines.append(create_rollout(run, index, parameters, model_dir, options=engine_options))
+            stack.callback(engines[-1].close)
         graders = GraderPool.start(run, workers=parameters.reward.workers)
         stack.callback(graders.close)
+        _serve_all(engines, parameters)
+        trainer.load()
         router = _start_router(run, engines, parameters)
         stack.callback(router.close)
         yield Fleet(trainer, engines, router.url())

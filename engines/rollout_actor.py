@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from milepost.engines import cluster
-from milepost.engines.app_server import stop_serving_actor, wait_until_serving
+from milepost.engines.app_server import start_serving, stop_serving_actor
 from milepost.engines.protocols import PauseMode, WeightSource, WeightVersion
 from milepost.engines.served_engine import ServedEngine
 
@@ -24,7 +24,7 @@ class RolloutActor:
     ) -> None:
         self.name = name
         self._timeout_seconds = timeout_seconds
-        self._owned = owned
+        self.owned = owned
 
     def url(self) -> str:
         url: str = self._ask("url")
@@ -72,20 +72,30 @@ def engine_name(run: str, index: int) -> str:
     return f"{run}/rollout-{index}"
 
 
-def start_rollout_engine(
+def create_rollout_engine(
     run: str,
     index: int,
     *,
     engine_class: type[ServedEngine],
-    timeout_seconds: float,
     call_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     **kwargs: Any,
 ) -> RolloutActor:
-    """Start an engine of this run and wait until it answers; its own error when it cannot."""
+    """A process for an engine of this run, which imports what it needs while others start; `serve` has it load."""
     name = engine_name(run, index)
     handle = cluster.start_actor(engine_class, name, **kwargs)
-    wait_until_serving(handle, name, timeout_seconds=timeout_seconds)
     return RolloutActor(name, timeout_seconds=call_timeout_seconds, owned=handle)
+
+
+def start_rollout_engine(run: str, index: int, *, timeout_seconds: float, **kwargs: Any) -> RolloutActor:
+    """Create an engine of this run and wait until it answers; its own error when it cannot."""
+    engine = create_rollout_engine(run, index, **kwargs)
+    serve([engine], timeout_seconds=timeout_seconds)
+    return engine
+
+
+def serve(engines: Sequence[RolloutActor], *, timeout_seconds: float) -> None:
+    """Have engines that this process created load and serve, side by side; all end when one cannot."""
+    start_serving({engine.name: engine.owned for engine in engines}, timeout_seconds=timeout_seconds)
 
 
 def connect_rollout_engine(run: str, index: int, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> RolloutActor:

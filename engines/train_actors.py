@@ -91,8 +91,15 @@ class TrainActors:
         report: PushReport = self._call("push", urls, step, sync)
         return report
 
-    def connect_ranks(self) -> None:
-        """Let the ranks find each other and load the model."""
+    def load(self) -> None:
+        """Let the ranks find each other and load the model; no rank is left when that fails."""
+        try:
+            self._connect_ranks()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect_ranks(self) -> None:
         address, port = cluster.wait(
             self._ranks[0].call.remote("rendezvous"), self._timeout_seconds, what="rank 0 of the train engine"
         )
@@ -129,7 +136,7 @@ def rank_name(run: str, rank: int) -> str:
     return f"{run}/train-{rank}"
 
 
-def start_train_engine(
+def create_train_engine(
     run: str,
     setup: TrainSetup,
     *,
@@ -137,7 +144,7 @@ def start_train_engine(
     timeout_seconds: float,
     resources: Sequence[Mapping[str, Any]] | None = None,
 ) -> TrainActors:
-    """Start one actor a rank and wait until all hold their part of the model; none is left when that fails.
+    """One actor a rank, which imports what it needs while others start; `load` makes them an engine.
 
     `rank_class` is `pkg.mod:Class`, built as `Class(rank, world, setup)` in the rank's process. `resources` are Ray's
     options for each rank; a GPU, where there is one, when empty.
@@ -150,10 +157,25 @@ def start_train_engine(
             name = rank_name(run, rank)
             arguments = rank_class, rank, setup.world, setup
             ranks.append(cluster.start_actor(RankActor, name, *arguments, resources=placed[rank]))
-        engine.connect_ranks()
     except BaseException:
         engine.close()
         raise
+    return engine
+
+
+def start_train_engine(
+    run: str,
+    setup: TrainSetup,
+    *,
+    rank_class: str,
+    timeout_seconds: float,
+    resources: Sequence[Mapping[str, Any]] | None = None,
+) -> TrainActors:
+    """Create a train engine and wait until all ranks hold their part of the model; none is left when that fails."""
+    engine = create_train_engine(
+        run, setup, rank_class=rank_class, timeout_seconds=timeout_seconds, resources=resources
+    )
+    engine.load()
     return engine
 
 

@@ -3,7 +3,6 @@
 import io
 
 import plotext
-from matplotlib.figure import Figure
 
 
 def terminal_curve(values: list[float], title: str, *, width: int = 72, height: int = 14) -> str:
@@ -24,6 +23,8 @@ def terminal_curve(values: list[float], title: str, *, width: int = 72, height: 
 
 def svg_curve(series: dict[str, list[float]], *, ylabel: str) -> str:
     """One line per named series over steps, as an inline SVG element."""
+    from matplotlib.figure import Figure  # a third of a second, which the start of a run need not wait for
+
     figure = Figure(figsize=(7.5, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for name, values in series.items():

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from prefect.exceptions import TerminationSignal
 
 from milepost.flows.failure import RunFailed, first_cause, sentence
+from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import watched
 from milepost.flows.plan import make_plan
 from milepost.flows.progress import say
@@ -52,7 +53,7 @@ def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] =
 
 
 def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
-    with orderly_end(), prefect_api(say=say, console_level="CRITICAL"):
+    with orderly_end(), ExitStack() as joined, _prefect(lambda: joined.enter_context(joined_ray())):
         try:
             _run(begin)
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
@@ -64,6 +65,10 @@ def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, 
                 say(_hint(folder, root))
             raise
     return summary(folder)
+
+
+def _prefect(meanwhile: Callable[[], object]) -> AbstractContextManager[str]:
+    return prefect_api(say=say, console_level="CRITICAL", meanwhile=meanwhile)
 
 
 def _run(begin: Callable[[], Coroutine[Any, Any, str]]) -> None:

@@ -1,7 +1,8 @@
 """The loop over steps, on engines that are started again when one of them dies."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from prefect.runtime import flow_run
 
@@ -105,16 +106,23 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
             say(f"{sentence(cause)}; the engines start again")
 
 
+@contextmanager
+def joined_ray() -> Iterator[None]:
+    """In the Ray cluster of `up`, or one of this run's own."""
+    address = running().ray_address
+    if address is None and not is_joined():
+        say("no Ray head runs, so this run starts its own")
+    with joined_cluster(address):
+        yield
+
+
 async def run_training(launched: Launched) -> None:
     """Start engines, train to the last step, and leave nothing running."""
-    services = running()
-    if services.ray_address is None and not is_joined():
-        say("no Ray head runs, so this run starts its own")
-    uri = tracking_uri(launched.parameters.tracking, root=launched.root, running_url=services.mlflow_url)
+    uri = tracking_uri(launched.parameters.tracking, root=launched.root, running_url=running().mlflow_url)
     begun = len(manifest.finished_steps(launched.folder))
     with ExitStack() as stack:
         tracker = stack.enter_context(open_tracker(launched, uri=uri, flow_run_id=str(flow_run.id or "")))
         stack.callback(write_report, launched.folder)
-        stack.enter_context(joined_cluster(services.ray_address))
+        stack.enter_context(joined_ray())
         advance = stack.enter_context(progress_bar(launched.folder.run_id, launched.record.steps, begin=begun))
         await run_engines(launched, tracker, advance)

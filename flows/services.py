@@ -79,17 +79,20 @@ def down(*, say: Say = print) -> None:
 
 
 @contextlib.contextmanager
-def prefect_api(*, say: Say = print, console_level: str = "WARNING") -> Iterator[str]:
+def prefect_api(
+    *, say: Say = print, console_level: str = "WARNING", meanwhile: Callable[[], object] = lambda: None
+) -> Iterator[str]:
     """The URL of a Prefect API, which flows called inside use: the configured one, that of `up`, or one of its own.
 
     One of its own ends with this context, and with this process however that ends (on Linux). Prefect's messages below
-    `console_level` stay off the terminal; its server has them all the same.
+    `console_level` stay off the terminal; its server has them all the same. `meanwhile` is called while one of its own
+    starts, which takes seconds.
     """
     with contextlib.ExitStack() as stack:
         url = _configured_api() or running().prefect_url
         own = url is None
         if url is None:
-            url = stack.enter_context(_own_prefect(say))
+            url = stack.enter_context(_own_prefect(say, meanwhile))
         from milepost.flows.prefect_client import prefect_client  # imports Prefect, for which `down` need not wait
 
         stack.enter_context(prefect_client(url, console_level, drain=own))
@@ -188,13 +191,14 @@ def _wait_or_forget(launch: Launch, service: Service, process: "subprocess.Popen
 
 
 @contextlib.contextmanager
-def _own_prefect(say: Say) -> Iterator[str]:
+def _own_prefect(say: Say, meanwhile: Callable[[], object]) -> Iterator[str]:
     """A Prefect server for as long as this context; starts are one at a time because they share a database."""
     with service_state.locked(2 * START_SECONDS):
         launch = launches.own_prefect_launch()
         say("no Prefect server runs, so this run starts its own; `milepost up` keeps one with its pages")
         service, process = _start(launch, dies_with_parent=True)
         try:
+            meanwhile()
             _wait_ready(launch, service, process)
         except BaseException:  # an interrupt too must not leave the server behind
             _end(service)

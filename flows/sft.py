@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from milepost.engines.fleet import start_trainer
+from milepost.engines.fleet import create_trainer
 from milepost.engines.protocols import UpdateParams, WeightSource
 from milepost.storage import files
 from milepost.storage.parameters import Parameters
@@ -95,7 +95,8 @@ def fine_tune(
     advance: Callable[[str], None],
 ) -> WeightSource:
     """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined."""
-    trainer = start_trainer(run, parameters, model_dir)
+    trainer = create_trainer(run, parameters, model_dir)
+    trainer.load()
     loss: float | None = None
     try:
         for step, batch in enumerate(draw(examples, plan)):
