@@ -1,5 +1,6 @@
 """How much of a GPU's memory a run takes, worked out from its parameters before anything starts (no torch)."""
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from milepost.storage.parameters import Parameters
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
+DRIVER_SECONDS = 30
 CONTEXT_BYTES = 2 * GIB  # CUDA, NCCL, cuBLAS and what the allocator cannot use
 
 
@@ -65,11 +67,29 @@ def engine_weights(hf_config: dict[str, Any], parameters: Parameters) -> int:
     return parameter_count(hf_config) * BYTES[parameters.perf.dtype] // parameters.engines.gpus_per_engine
 
 
+def cache_bytes(hf_config: dict[str, Any], parameters: Parameters) -> int:
+    """Bytes of keys and values of one token on each GPU of a rollout engine."""
+    shape = read_shape(hf_config)
+    heads = max(1, shape.kv_heads // parameters.engines.gpus_per_engine)
+    return 2 * shape.layers * heads * shape.head_dim * BYTES[parameters.perf.dtype]
+
+
 def check_memory(hf_config: dict[str, Any], parameters: Parameters, gpu_bytes: int) -> None:
-    """ValueError when a rank, with the engine's weights beside it where it is colocated, needs more than a GPU has."""
+    """ValueError when a trainer rank or a rollout engine that this run starts needs more than a GPU has."""
+    if parameters.engines.train == "megatron":
+        _check_trainer(hf_config, parameters, gpu_bytes)
+    if _starts_sglang(parameters):
+        _check_engine(hf_config, parameters, gpu_bytes)
+
+
+def _starts_sglang(parameters: Parameters) -> bool:
+    return parameters.engines.rollout == "sglang" and not parameters.engines.sglang_urls
+
+
+def _check_trainer(hf_config: dict[str, Any], parameters: Parameters, gpu_bytes: int) -> None:
     found = trainer_memory(hf_config, parameters)
     beside = 0
-    if parameters.perf.colocate and parameters.engines.rollout == "sglang":
+    if parameters.perf.colocate and _starts_sglang(parameters):
         beside = engine_weights(hf_config, parameters)  # while weights go over
     needed = max(found.total, found.total - found.activations - found.logits + beside)
     if needed <= gpu_bytes:
@@ -86,12 +106,34 @@ def check_memory(hf_config: dict[str, Any], parameters: Parameters, gpu_bytes: i
     )
 
 
+def _check_engine(hf_config: dict[str, Any], parameters: Parameters, gpu_bytes: int) -> None:
+    share = float(parameters.engines.sglang.get("mem_fraction_static", 1.0))
+    weights = engine_weights(hf_config, parameters)
+    cache = cache_bytes(hf_config, parameters) * parameters.model.context_length
+    if weights + cache > share * gpu_bytes:
+        raise ValueError(
+            f"a rollout engine needs {weights / GIB:.1f} GiB of each GPU for weights and {cache / GIB:.1f} for the cache "
+            f"of one request, and may take {share * gpu_bytes / GIB:.1f}: raise engines.gpus_per_engine or "
+            "engines.sglang.mem_fraction_static, or lower model.context_length"
+        )
+
+
+class DriverSilent(RuntimeError):
+    """There is an NVIDIA driver, and it does not answer."""
+
+
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine; None where there is none, or no way to ask."""
+    """Memory of the smallest GPU of this machine; None where there is none, or none that may be used."""
     command = shutil.which("nvidia-smi")
-    if command is None:
+    if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DriverSilent(f"nvidia-smi does not answer: {error}") from None
+    said = " ".join((done.stdout + done.stderr).split())
+    if done.returncode and "No devices were found" not in said:
+        raise DriverSilent(f"nvidia-smi ends with code {done.returncode}: {said}")
     sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return min(sizes) * 1024**2 if sizes and done.returncode == 0 else None
+    return min(sizes) * 1024**2 if sizes else None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from milepost.storage.parameters import ModelSection
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call their count
 ROPE_TYPES = ("default", "linear", "llama3")
 _DEFAULT_ROPE_THETA = 10000.0
 
@@ -91,7 +92,10 @@ def _family(hf_config: dict[str, Any]) -> Any:
         return hf_config["model_type"]
     if not names or names[0] not in ARCHITECTURES:
         name = names[0] if names else hf_config.get("model_type")
-        raise ValueError(f"architecture {name!r} cannot be trained, use one of {', '.join(sorted(ARCHITECTURES))}")
+        experts = next((hf_config[key] for key in EXPERTS if hf_config.get(key)), 0)
+        what = f"is a mixture of {experts} experts, which" if experts else "is one that"
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"architecture {name!r} {what} cannot be trained: give model.path a model of {known}")
     return ARCHITECTURES[names[0]]
 
 

@@ -1,11 +1,9 @@
 """What a run needs of this machine, one by one. A check never raises: it says what it found and what to do."""
 
 import importlib.util
-import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
+from milepost.engines import memory_plan, torch_build
 from milepost.engines.model_source import check_folder
 from milepost.flows import launches, service_state
 from milepost.storage import files
@@ -24,13 +23,6 @@ MIN_DISK_BYTES = 2 * GIB
 MIN_MEMORY_BYTES = 2 * GIB
 MIN_SHARED_MEMORY_BYTES = 64 * 1024**2
 PACKAGES = ("prefect", "ray", "mlflow", "pyarrow", "transformers", "megatron-core")
-
-_PROBE_SECONDS = 120
-_TORCH_PROBE = """
-import json, torch
-names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-print(json.dumps({"version": torch.__version__, "devices": names}))
-"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Check:
 
 def diagnose(root: str, model_path: str | None = None) -> list[Check]:
     """Every check, for runs under `root` and the model at `model_path`."""
-    checks = [python(), torch(), *packages(), disk(root), shared_memory(), memory(), threads()]
+    checks = [python(), gpu(), torch(), *packages(), sglang(), disk(root), shared_memory(), memory(), threads()]
     checks += [port("Prefect", launches.PREFECT_PORT, "prefect"), port("MLflow", launches.MLFLOW_PORT, "mlflow")]
     checks += [ray_token(), state(), host_name()]
     return [*checks, model(model_path)] if model_path else checks
@@ -66,21 +58,35 @@ def python() -> Check:
 
 
 def torch() -> Check:
-    """Import torch in another process: it is slow to load, and a broken driver can end the process that asks."""
-    reinstall = "install the package again in this environment: pip install --force-reinstall torch"
+    """Whether torch loads, and can use the GPUs that are here."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Check("torch", False, f"cannot be tried: {error}", reinstall)
-    if done.returncode:
-        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        return Check("torch", False, f"import ends with code {done.returncode}: {said}", reinstall)
-    answer = json.loads(done.stdout.splitlines()[-1])
-    devices = answer["devices"]
+        build = torch_build.probe()
+    except torch_build.TorchBroken as error:
+        fix = "install the package again in this environment: pip install --force-reinstall torch"
+        return Check("torch", False, str(error), fix)
+    if memory_plan.gpu_bytes() is not None and (wrong := torch_build.mismatch(build)):
+        return Check("torch", False, *wrong)
+    devices = build.devices
     where = f"CUDA, {len(devices)} x {devices[0]}" if devices else f"CPU, {os.cpu_count()} cores"
-    return Check("torch", True, f"{answer['version']} on {where}")
+    return Check("torch", True, f"{build.version} on {where}")
+
+
+def gpu() -> Check:
+    """A driver that does not answer looks to Ray like a machine without GPUs."""
+    try:
+        size = memory_plan.gpu_bytes()
+    except memory_plan.DriverSilent as error:
+        return Check("GPU", False, str(error), "load the driver that is installed: restart the machine or container")
+    return Check("GPU", True, "none, everything runs on the CPU" if size is None else f"{_size(size)} of memory each")
+
+
+def sglang() -> Check:
+    """It may also be in an environment of its own, which `engines.sglang_python` names."""
+    try:
+        return Check("sglang", True, version("sglang"))
+    except PackageNotFoundError:
+        hint = "for engines.rollout=sglang: pip install 'milepost[sglang]', or set engines.sglang_python"
+        return Check("sglang", True, f"not installed; {hint}")
 
 
 def packages() -> Iterator[Check]:

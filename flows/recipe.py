@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -46,7 +46,10 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, str, Any]:
-    """`section.field=value` as its three parts; the value is JSON where it parses as such, else text."""
+    """`section.field=value` as its three parts; the value is JSON where it parses as such, else text.
+
+    A field that holds values by name takes one of them as `section.field.name=value`.
+    """
     key, equals, value = text.partition("=")
     section, dot, field = key.strip().partition(".")
     if not equals or not dot or not field:
@@ -69,9 +72,20 @@ def with_overrides(content: Mapping[str, Any], overrides: list[str]) -> dict[str
     merged = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
     for override in overrides:
         section, field, value = parse_override(override)
+        name, _, key = field.partition(".")
+        if key and _is_mapping(section, name):
+            field, value = name, {**(merged.get(section, {}).get(name) or {}), key: value}
         _require_known(section, field)
         merged.setdefault(section, {})[field] = value
     return merged
+
+
+def _is_mapping(section: str, field: str) -> bool:
+    """Whether a field holds values by name, as `engines.sglang` does."""
+    known = Parameters.model_fields.get(section)
+    kind = known.annotation if known else None
+    found = kind.model_fields.get(field) if isinstance(kind, type) and issubclass(kind, Section) else None
+    return found is not None and get_origin(found.annotation) is dict
 
 
 def _require_known(section: str, field: str) -> None:

@@ -19,6 +19,15 @@ def test_values_are_json_where_they_parse_and_text_where_not() -> None:
     assert (parameters.rollout.stop, parameters.optimizer.lr, parameters.data.path) == (["a"], 1e-6, "x.jsonl@[0:3]")
 
 
+def test_one_value_of_a_field_that_holds_several_is_set_by_its_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("engines:\n  sglang:\n    mem_fraction_static: 0.4\n")
+    own = ["engines.sglang.attention_backend=triton", "engines.sglang.chunked_prefill_size=2048"]
+    parameters, _ = load_recipe(str(recipe), own)
+    flags = {"mem_fraction_static": 0.4, "attention_backend": "triton", "chunked_prefill_size": 2048}
+    assert parameters.engines.sglang == flags
+
+
 def test_a_shipped_recipe_is_found_by_name() -> None:
     parameters, _ = load_recipe("demo", [])
     assert parameters.reward.name == "exact"
@@ -35,6 +44,8 @@ def test_an_unknown_recipe_lists_the_shipped_ones() -> None:
         ("optimiser.lr=1", "unknown section 'optimiser', did you mean 'optimizer'"),
         ("optimizer.learning_rate=1", r"unknown key 'optimizer.learning_rate'"),
         ("data.rollout_batchsize=1", r"did you mean 'rollout_batch_size'"),
+        ("optimizer.lr.peak=1", r"unknown key 'optimizer.lr.peak'; known"),
+        ("engines.sglan.port=1", r"unknown key 'engines.sglan.port', did you mean 'sglang'"),
     ],
 )
 def test_an_unknown_key_offers_the_nearest(override: str, message: str) -> None:
