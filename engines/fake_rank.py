@@ -66,6 +66,9 @@ class FakeRank:
     def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport:
         raise ValueError(f"a fake trainer has no tensors for sync.transport={sync.transport!r}: use 'disk'")
 
+    def digest(self) -> str:
+        return self._state[:32]
+
     def save(self, uri: str) -> CheckpointRef:
         state = {"state": self._state, "last": asdict(self._last) if self._last else None}
         files.publish_json(files.join(uri, "fake.json"), state, overwrite=True)

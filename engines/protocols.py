@@ -117,6 +117,10 @@ class TrainEngine(Protocol):
         """One optimizer step on the whole batch. A key that was applied before returns its recorded result."""
         ...
 
+    def digest(self) -> str:
+        """The content digest of the weights as they are, as in the version they are exported under."""
+        ...
+
     def save(self, uri: str) -> CheckpointRef:
         """Write the whole state under `uri`, durably. It is a checkpoint once storage.checkpoints has published it."""
         ...

@@ -66,6 +66,10 @@ class TrainActors:
         result: UpdateResult = self._call("step", batch, update, key)
         return result
 
+    def digest(self) -> str:
+        digest: str = self._call("digest")
+        return digest
+
     def save(self, uri: str) -> CheckpointRef:
         ref: CheckpointRef = self._call("save", uri)
         return ref

@@ -66,6 +66,12 @@ def current(folder: RunFolder) -> RunRecord:
     )
 
 
+def parameters_of(folder: RunFolder, number: int) -> Parameters:
+    """The parameters of attempt `number`; those of the first for a step from before attempts were counted."""
+    given = {attempt.number: attempt.parameters for attempt in attempts(folder)}
+    return given.get(number) or runs.load(folder).parameters
+
+
 def changes(before: Parameters, after: Parameters) -> Changes:
     """`section.field` of every value that differs, with both values."""
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")

@@ -35,6 +35,12 @@ class Slot:
         shard = "" if self.shard is None else f"-s{self.shard:03d}"
         return f"{self.stage}-r{self.round}{shard}"
 
+    @staticmethod
+    def parse(text: str) -> "Slot":
+        """The slot whose text this is."""
+        stage, round_, *shard = text.split("-")
+        return Slot(stage, int(round_[1:]), int(shard[0][1:]) if shard else None)
+
 
 @dataclass(frozen=True)
 class Commit:

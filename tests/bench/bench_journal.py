@@ -39,8 +39,7 @@ def smollm2_parameters(folder: Path) -> Parameters:
 def store_again(commit: Commit, store: StepStore) -> float:
     """Seconds to store what a stage left, as the stage did it."""
     tables = {name: read_table(ref) for name, ref in commit.tables.items()}
-    stage, round_, *shard = commit.slot.split("-")
-    slot = Slot(stage, int(round_[1:]), int(shard[0][1:]) if shard else None)
+    slot = Slot.parse(commit.slot)
     started = time.perf_counter()
     key = store.key(slot, list(commit.tables.values()), {})
     assert store.committed(slot, key) is None

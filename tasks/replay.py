@@ -1,0 +1,163 @@
+"""Stages of a finished step, run once more on their stored inputs by the tasks that ran them, and what came of it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from milepost.engines.protocols import TrainEngine, UpdateResult, WeightVersion
+from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.storage.difference import Comparison, Difference, compare_numbers, compare_tables
+from milepost.storage.journal import Commit, Slot, StepStore
+from milepost.storage.manifest import StepManifest
+from milepost.storage.parameters import Parameters
+from milepost.storage.tables import TableRef, read_table
+from milepost.tasks.filter import filter_rollouts
+from milepost.tasks.generate import Shard
+from milepost.tasks.optimize import batch_refs, optimize_policy
+from milepost.tasks.score import score_rollouts
+
+Stage = Literal["score", "filter", "optimize"]
+STAGES: tuple[Stage, ...] = ("score", "filter", "optimize")
+BEFORE: dict[Stage, str] = {"score": "generate", "filter": "score", "optimize": "filter"}
+
+# Of an optimizer step: how long it took, which is another number each time.
+TIMINGS = {"seconds", "tokens_per_second"}
+
+Tables = dict[Slot, TableRef]
+
+
+def stages_from(first: Stage) -> tuple[Stage, ...]:
+    """`first` and the stages after it; generate is not among them, because it needs engines and draws anew."""
+    return STAGES[STAGES.index(first) :]
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A finished step: its manifest, what it committed, and the parameters it is to be run with."""
+
+    store: StepStore
+    manifest: StepManifest
+    commits: dict[Slot, Commit]
+    parameters: Parameters
+
+    @property
+    def version_in(self) -> WeightVersion:
+        return WeightVersion.parse(self.manifest.version_in)
+
+    @property
+    def plan(self) -> BatchPlan:
+        return batch_plan(self.parameters)
+
+    def rollouts(self, stage: str) -> Tables:
+        """The tables of every shard of a stage, in the order of rounds and shards."""
+        slots = sorted(
+            (slot for slot in self.commits if slot.stage == stage), key=lambda slot: (slot.round, slot.shard)
+        )
+        return {slot: self.commits[slot].tables["rollouts"] for slot in slots}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What the stages left this time: the tables of each shard, the batches, and the result of each of those."""
+
+    shards: Tables = field(default_factory=dict)
+    batches: list[TableRef] = field(default_factory=list)
+    results: list[UpdateResult] = field(default_factory=list)
+    is_optimized: bool = False
+
+    def of(self, stage: str) -> Tables:
+        return {slot: ref for slot, ref in self.shards.items() if slot.stage == stage}
+
+
+async def run_again(
+    stored: StoredStep,
+    first: Stage,
+    target: StepStore,
+    *,
+    graders: str,
+    trainer: TrainEngine | None,
+    chained: bool,
+) -> Replayed:
+    """Run the stages from `first` on, with results in `target`; without `trainer`, all but optimize.
+
+    Each stage is given what it was given then or, when `chained`, what the stage before it has made just now.
+    `graders` is the name under which the pool of graders was started.
+    """
+    stages = stages_from(first)
+    shards: Tables = {}
+
+    def given(stage: Stage) -> Tables:
+        before = BEFORE[stage]
+        made = {slot: ref for slot, ref in shards.items() if slot.stage == before}
+        return made if chained and made else stored.rollouts(before)
+
+    if "score" in stages:
+        for slot, ref in given("score").items():
+            scored = await score_rollouts(ref, _shard(slot), stored.parameters.reward, run=graders, store=target)
+            shards[_same_shard(slot, "score")] = scored
+    if "filter" in stages:
+        for slot, ref in given("filter").items():
+            filtered = filter_rollouts(ref, _shard(slot), stored.parameters.filter, store=target)
+            shards[_same_shard(slot, "filter")] = filtered.rollouts
+    if trainer is None:
+        return Replayed(shards)
+    optimized = await optimize_policy(
+        list(given("optimize").values()),
+        stored.parameters.algorithm,
+        stored.plan,
+        weight_version=str(stored.version_in),
+        engine=trainer,
+        store=target,
+    )
+    return Replayed(shards, optimized.batches, optimized.results, is_optimized=True)
+
+
+def _shard(slot: Slot) -> Shard:
+    assert slot.shard is not None
+    return Shard(slot.shard, slot.shard + 1, slot.round)
+
+
+def _same_shard(slot: Slot, stage: str) -> Slot:
+    return Slot(stage, slot.round, slot.shard)
+
+
+def compare_stage(stage: Stage, stored: StoredStep, replayed: Replayed, *, tolerance: float) -> Comparison:
+    """Every output of a stage, and the numbers of its optimizer steps, against the stored ones."""
+    if stage != "optimize":
+        before, now = stored.rollouts(stage), replayed.of(stage)
+        return _compare_refs(stored, [(str(slot), ref, now[slot]) for slot, ref in before.items()], tolerance)
+    commit = stored.commits[Slot("optimize")]
+    where = f"optimize of step {stored.store.step}"
+    refs = batch_refs(commit)
+    if len(refs) != len(replayed.batches):
+        first = Difference(where, -1, "batches", str(len(refs)), str(len(replayed.batches)))
+        return Comparison(first, float("inf"))
+    pairs = [(f"batch {at}", *pair) for at, pair in enumerate(zip(refs, replayed.batches, strict=True))]
+    found = _compare_refs(stored, pairs, tolerance)
+    for at, (result, now_result) in enumerate(zip(commit.record["results"], replayed.results, strict=True)):
+        numbers = _numbers(result["applied"], result["metrics"]), _numbers(now_result.applied, now_result.metrics)
+        found = found.then(
+            compare_numbers(f"optimizer step {at} of step {stored.store.step}", *numbers, tolerance=tolerance)
+        )
+    return found
+
+
+def _numbers(applied: bool, metrics: dict[str, float]) -> dict[str, float]:
+    return {"applied": float(applied)} | {name: value for name, value in metrics.items() if name not in TIMINGS}
+
+
+def _compare_refs(stored: StoredStep, pairs: list[tuple[str, TableRef, TableRef]], tolerance: float) -> Comparison:
+    """Tables of one digest are equal and need not be read."""
+    found = Comparison()
+    for what, before, now in pairs:
+        if before.digest != now.digest:
+            where = f"{what} of step {stored.store.step}"
+            found = found.then(compare_tables(where, read_table(before), read_table(now), tolerance=tolerance))
+    return found
+
+
+def compare_weights(stored: StoredStep, digest: str) -> Comparison:
+    """The weights after the step against those that its manifest names."""
+    wanted = WeightVersion.parse(stored.manifest.version_out).digest
+    if wanted == digest:
+        return Comparison()
+    return Comparison(Difference(f"weights after step {stored.store.step}", -1, "digest", wanted[:16], digest[:16]))

@@ -1,0 +1,98 @@
+"""Stored steps run again, on fake engines: the verdict, and what makes it another."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.flows.replay import replay, step_range
+from milepost.storage.runs import RunFolder
+
+from .test_train_fake import parameters, trained
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("", [0, 1, 2, 3]), ("1:3", [1, 2]), ("2:", [2, 3]), (":1", [0]), ("3", [3])]
+)
+def test_a_range_of_steps_is_read_as_python_reads_a_slice(text: str, steps: list[int]) -> None:
+    assert list(step_range(text, 4)) == steps
+
+
+@pytest.mark.parametrize("text", ["4", "2:2", "3:5", "-1", "a:b", "0:1:2"])
+def test_steps_that_are_not_finished_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--steps"):
+        step_range(text, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: str, prefect_server: str, ray_cluster: None
+) -> Iterator[RunFolder]:
+    """Four steps of fake engines, scored by a file that a test may change."""
+    base = tmp_path_factory.mktemp("replay")
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(40)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (base / "own_reward.py").write_text(REWARD.format(factor=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(base))
+        chosen = parameters(
+            model_dir, str(base / "prompts.jsonl"), "checkpoint.every_steps=2", "reward.name=own_reward:length"
+        )
+        yield trained("stored", base / "runs", chosen, steps=4)
+
+
+REWARD = """
+def length(sample):
+    return {factor} * float(len(sample.response) % 3)
+"""
+
+
+def replayed(folder: RunFolder, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = asyncio.run(replay(run=folder.run_id, root=str(Path(folder.uri).parent), **options))
+    return found
+
+
+def stages(found: dict[str, Any]) -> dict[str, str]:
+    return {item["stage"]: item["difference"] for item in found["stages"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["score", "filter", "optimize"])
+def test_an_unchanged_run_is_identical_down_to_the_weights_and_is_not_touched(folder: RunFolder, first: Any) -> None:
+    before = {path: path.stat().st_mtime_ns for path in Path(folder.uri).rglob("*")}
+    found = replayed(folder, steps="1:4", first=first)
+    assert found["verdict"] == "identical"
+    assert [item["step"] for item in found["stages"] if item["stage"] == "weights"] == [1, 2, 3]
+    assert {path: path.stat().st_mtime_ns for path in Path(folder.uri).rglob("*")} == before
+    assert not list(Path(folder.uri).parent.glob(".replay-*"))
+
+
+@pytest.mark.slow
+def test_a_reward_that_answers_otherwise_is_found_with_row_column_and_both_values(folder: RunFolder) -> None:
+    code = Path(folder.uri).parent.parent / "own_reward.py"
+    code.write_text(REWARD.format(factor=2))
+    try:
+        found = replayed(folder, steps="3")
+    finally:
+        code.write_text(REWARD.format(factor=1))
+    assert found["verdict"] == "different"
+    differences = stages(found)
+    assert re.match(r"score-r0-s000 of step 3: row \d+, column reward: stored [12].0, now [24].0", differences["score"])
+    # Every stage is given what it was given then, so only the one that changed is named.
+    assert not differences["filter"] and not differences["optimize"] and not differences["weights"]
+
+
+@pytest.mark.slow
+def test_weights_that_went_another_way_are_found(folder: RunFolder) -> None:
+    path = Path(folder.manifest(3))
+    kept = path.read_text()
+    path.write_text(json.dumps(json.loads(kept) | {"version_out": "4-" + "0" * 32}))
+    try:
+        found = replayed(folder, steps="3", first="optimize")
+    finally:
+        path.write_text(kept)
+    assert stages(found)["weights"].startswith("weights after step 3: digest: stored 0000000000000000, now ")
