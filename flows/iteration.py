@@ -21,7 +21,7 @@ from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.colocate import Turns
-from milepost.tasks.filter import Filtered, filter_rollouts
+from milepost.tasks.filter import Filtered, filter_rollouts, is_trained
 from milepost.tasks.generate import Sampling, Shard, generate_rollouts, sampling_params
 from milepost.tasks.optimize import Optimized, TooFewGroups, optimize_policy, trained_groups
 from milepost.tasks.sample import PromptOrder, sample_prompts
@@ -129,7 +129,7 @@ async def collect(cursor: Cursor, context: StepContext) -> Collected:
             f"step {context.store.step} kept {kept} of {wanted} groups after {filtering.max_rounds} rounds: "
             "raise filter.max_rounds or choose another filter.on_too_few"
         )
-    return Collected(shards, cursor, train=kept >= wanted or filtering.on_too_few == "train_on_less")
+    return Collected(shards, cursor, train=is_trained(kept, wanted, filtering))
 
 
 def checkpoint_due(step: int, steps: int, every: int) -> bool:

@@ -75,16 +75,16 @@ def step_range(text: str, finished: int) -> range:
     return range(first, last)
 
 
-def stored_step(folder: RunFolder, step: int) -> StoredStep:
-    """A finished step with the parameters of the attempt that made it."""
+def stored_step(folder: RunFolder, step: int, parameters: Parameters | None = None) -> StoredStep:
+    """A finished step with `parameters`, or else those of the attempt that made it."""
     store = StepStore(folder.step(step), folder.run_id, step)
     closed = manifest.load(folder, step)
     commits = {Slot.parse(commit.slot): commit for commit in store.commits()}
-    return StoredStep(store, closed, commits, attempts.parameters_of(folder, closed.attempt))
+    return StoredStep(store, closed, commits, parameters or attempts.parameters_of(folder, closed.attempt))
 
 
 @contextmanager
-def _trainer(name: str, parameters: Parameters, record: RunRecord) -> Iterator[TrainEngine]:
+def _trainer_alone(name: str, parameters: Parameters, record: RunRecord) -> Iterator[TrainEngine]:
     """The trainer of a run, alone on its GPUs if there are any."""
     alone = parameters.model_copy(update={"engines": parameters.engines.model_copy(update={"rollout": "fake"})})
     with reserved(name, alone):
@@ -97,9 +97,11 @@ def _trainer(name: str, parameters: Parameters, record: RunRecord) -> Iterator[T
 
 
 @asynccontextmanager
-async def _trainer_before(folder: RunFolder, record: RunRecord, step: int, name: str) -> AsyncIterator[TrainEngine]:
-    """The trainer as it was before `step`."""
-    with _trainer(name, record.parameters, record) as trainer:
+async def trainer_before(
+    folder: RunFolder, record: RunRecord, step: int, name: str, *, parameters: Parameters | None = None
+) -> AsyncIterator[TrainEngine]:
+    """The trainer as it was before `step`, for steps under `parameters` if other than the run's."""
+    with _trainer_alone(name, parameters or record.parameters, record) as trainer:
         ref = checkpoints.latest(folder, at_most=step)
         if ref is not None:
             await asyncio.to_thread(trainer.restore, ref)
@@ -109,7 +111,8 @@ async def _trainer_before(folder: RunFolder, record: RunRecord, step: int, name:
 
 
 @contextmanager
-def _graders(name: str, workers: int) -> Iterator[None]:
+def graders(name: str, workers: int) -> Iterator[None]:
+    """A pool of graders called `name`."""
     pool = GraderPool.start(name, workers=workers)
     try:
         yield
@@ -169,10 +172,10 @@ async def replay(
         allowed = tolerance if tolerance is not None else GPU_TOLERANCE * bool(gpus())
         found = ReplayVerdict(run, chosen.start, chosen.stop, allowed)
         if first == "score":
-            stack.enter_context(_graders(name, record.parameters.reward.workers))
+            stack.enter_context(graders(name, record.parameters.reward.workers))
         target = stack.enter_context(scratch(folder))
         advance = stack.enter_context(progress_bar(f"replay {run}", len(chosen)))
-        async with _trainer_before(folder, record, chosen.start, name) as trainer:
+        async with trainer_before(folder, record, chosen.start, name) as trainer:
             for step in chosen:
                 stored, store = stored_step(folder, step), StepStore(target.step(step), run, step)
                 found.stages.extend(await judge(stored, first, store, trainer, graders=name, tolerance=allowed))

@@ -23,6 +23,11 @@ class Filtered:
     kept_groups: int
 
 
+def is_trained(kept: int, wanted: int, filter: FilterSection) -> bool:
+    """Whether a step that kept so many groups, after all its rounds, is trained on."""
+    return kept >= wanted or filter.on_too_few == "train_on_less"
+
+
 def kept_groups(table: pa.Table) -> int:
     return len(set(table.filter(table["kept"])["group_id"].to_pylist()))
 

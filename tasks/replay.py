@@ -10,7 +10,7 @@ from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
 from milepost.storage.tables import TableRef, read_table
-from milepost.tasks.filter import filter_rollouts
+from milepost.tasks.filter import filter_rollouts, is_trained, kept_groups
 from milepost.tasks.generate import Shard
 from milepost.tasks.optimize import batch_refs, optimize_policy
 from milepost.tasks.score import score_rollouts
@@ -100,8 +100,11 @@ async def run_again(
             shards[_same_shard(slot, "filter")] = filtered.rollouts
     if trainer is None:
         return Replayed(shards)
+    filtered = list(given("optimize").values())
+    kept = sum(kept_groups(read_table(ref)) for ref in filtered)
+    trained = is_trained(kept, stored.plan.rollout_batch_size, stored.parameters.filter)
     optimized = await optimize_policy(
-        list(given("optimize").values()),
+        filtered if trained else [],
         stored.parameters.algorithm,
         stored.plan,
         weight_version=str(stored.version_in),

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from milepost.flows.replay import replay, step_range
+from milepost.flows.what_if import changed, what_if
+from milepost.storage.parameters import Parameters
 from milepost.storage.runs import RunFolder
 
 from .test_train_fake import parameters, trained
@@ -96,3 +99,43 @@ def test_weights_that_went_another_way_are_found(folder: RunFolder) -> None:
     finally:
         path.write_text(kept)
     assert stages(found)["weights"].startswith("weights after step 3: digest: stored 0000000000000000, now ")
+
+
+def asked(folder: RunFolder, *overrides: str, **options: Any) -> dict[tuple[int, str], tuple[Any, Any]]:
+    root = str(Path(folder.uri).parent)
+    found: dict[str, Any] = asyncio.run(what_if(run=folder.run_id, overrides=overrides, root=root, **options))
+    return {(row["step"], row["metric"]): (row["stored"], row["now"]) for row in found["rows"]}
+
+
+@pytest.mark.slow
+def test_another_estimator_changes_advantages_and_nothing_before_them(folder: RunFolder) -> None:
+    rows = asked(folder, "algorithm.advantage=reinforce", steps="2:4")
+    assert {step for step, _ in rows} == {2, 3}
+    assert all(stored == now for (_, name), (stored, now) in rows.items() if name in ("kept_groups", "reward"))
+    # Without a baseline the advantage is the reward, and every sample was kept.
+    assert all(
+        now == rows[step, "reward"][1] for (step, name), (_, now) in rows.items() if name == "advantage_magnitude"
+    )
+
+
+@pytest.mark.slow
+def test_a_filter_that_drops_groups_is_carried_on_to_the_optimizer(folder: RunFolder, tmp_path: Path) -> None:
+    out = str(tmp_path / "rows.parquet")
+    rows = asked(folder, "filter.group=nonzero_std", "reward.name=tests.rewards_for_tests:parity", steps="0:3", out=out)
+    kept = [rows[step, "kept_groups"] for step in range(3)]
+    assert all(stored == 8 for stored, _ in kept)
+    assert sum(now for _, now in kept) < 24
+    assert pq.read_table(out).num_rows == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.seed=1", "would need new samples"),
+        ("algorithm.advantage=grpo", "changes nothing"),
+        ("algorithm.advantag=rloo", "did you mean 'advantage'"),
+    ],
+)
+def test_a_change_that_stored_samples_cannot_answer_is_refused(override: str, problem: str) -> None:
+    with pytest.raises((ValueError, LookupError), match=problem):
+        changed(Parameters(), [override])
