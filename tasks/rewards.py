@@ -140,12 +140,23 @@ def grade(reward: str, response: str, label: Any, **options: Any) -> Verdict:
     row = {"prompt": options.pop("prompt", ""), "response": response, "label": label}
     row["metadata"] = options.pop("metadata", None)
     worker, check = _own_grader(os.getpid()), warm_up(reward, options)
-    checked = worker.ask(check, timeout_seconds=START_SECONDS)
-    if checked.reason is not None:
-        kind, _, text = checked.reason.removeprefix("error: ").partition(": ")
-        raise (LookupError if kind == "LookupError" else ValueError)(text or f"reward {reward!r} did not load: {kind}")
+    _require_loaded(reward, worker.ask(check, timeout_seconds=START_SECONDS))
     answer = worker.ask(Call(GRADE_ROW, (reward, row, options)), timeout_seconds=timeout_seconds, warm_up=check)
     return _from_answer(answer, grader)
+
+
+async def require_reward(graders: Graders, name: str, options: Mapping[str, Any]) -> None:
+    """LookupError or ValueError, in the words of `grade`, unless a grader can load the reward and takes its options."""
+    reward_function(name)
+    check = warm_up(name, options)
+    (answer,) = await graders.map(check.function, [check.args], timeout_seconds=START_SECONDS)
+    _require_loaded(name, answer)
+
+
+def _require_loaded(name: str, checked: Answer) -> None:
+    if checked.reason is not None:
+        kind, _, text = checked.reason.removeprefix("error: ").partition(": ")
+        raise (LookupError if kind == "LookupError" else ValueError)(text or f"reward {name!r} did not load: {kind}")
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from milepost.storage.parameters import RewardSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns
 from milepost.tasks.generate import Shard
-from milepost.tasks.rewards import grade_rows
+from milepost.tasks.rewards import Graders, grade_rows
 from milepost.tasks.verdict import Verdict
 
 
@@ -48,7 +48,7 @@ def with_verdicts(table: pa.Table, verdicts: list[Verdict]) -> pa.Table:
     return with_columns(table, {"reward": list(rewards), "rewards": list(parts), "verdict": list(stored)})
 
 
-async def verdicts_of(table: pa.Table, reward: RewardSection, *, pool: GraderPool) -> list[Verdict]:
+async def verdicts_of(table: pa.Table, reward: RewardSection, *, pool: Graders) -> list[Verdict]:
     """A verdict for every sample, in the order of the rows."""
     rows = grader_rows(table)
     return await grade_rows(pool, reward.name, rows, reward.options, timeout_seconds=reward.timeout_seconds)

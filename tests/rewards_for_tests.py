@@ -25,6 +25,10 @@ def always_one(sample: Any) -> float:
     return 1.0
 
 
+def breaks(sample: Any) -> float:
+    raise RuntimeError("this reward is broken")
+
+
 def hang_or_raise(sample: Any) -> float:
     """Hangs on the prompt 3+1=, raises on 4+1=."""
     if sample.prompt == "3+1=":

@@ -1,0 +1,39 @@
+"""Grader processes of this process's own, for work outside a Ray cluster: the same deadlines, without actors."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from milepost.engines.grader_process import MEMORY_BYTES, Answer, Call, GraderProcess
+
+
+class LocalGraders:
+    """As many processes as there are cores, unless told; they end with the block that this is entered for."""
+
+    def __init__(self, *, workers: int | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
+        count = workers or os.cpu_count() or 1
+        self._processes = [GraderProcess(memory_bytes=memory_bytes) for _ in range(count)]
+
+    def __enter__(self) -> "LocalGraders":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._processes:
+            process.close()
+
+    async def map(
+        self, function: str, items: Sequence[Sequence[Any]], *, timeout_seconds: float, warm_up: Call | None = None
+    ) -> list[Answer]:
+        """`function(*item)` for every item, in order, each within `timeout_seconds`; see GraderPool.map."""
+        waiting = iter(enumerate(items))  # shared by all threads: each takes the next one when it is free
+        answers: dict[int, Answer] = {}
+
+        def work(process: GraderProcess) -> None:
+            for place, item in waiting:
+                call = Call(function, tuple(item))
+                answers[place] = process.ask(call, timeout_seconds=timeout_seconds, warm_up=warm_up)
+
+        await asyncio.gather(*(asyncio.to_thread(work, process) for process in self._processes))
+        return [answers[place] for place in range(len(items))]

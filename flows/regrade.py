@@ -1,0 +1,181 @@
+"""`milepost regrade`: all stored samples scored once more, by another reward or by what the same one has become."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+from prefect import flow
+
+from milepost.engines.local_graders import LocalGraders
+from milepost.flows.outcome import recorded
+from milepost.flows.progress import progress_bar
+from milepost.flows.replay import step_range
+from milepost.storage import attempts, manifest, runs
+from milepost.storage.journal import Slot
+from milepost.storage.parameters import RewardSection
+from milepost.storage.runs import RunFolder
+from milepost.storage.schema import ROLLOUTS
+from milepost.storage.tables import TableRef, concat, read_table
+from milepost.tasks.rewards import Graders, require_reward
+from milepost.tasks.score import verdicts_of
+from milepost.tasks.verdict import Verdict
+
+THRESHOLD = 0.5
+EXAMPLES = 5
+
+RIGHT, WRONG, UNSCORED = "right", "wrong", "unscored"
+CLASSES = (RIGHT, WRONG, UNSCORED)
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A sample that is judged otherwise now. A score is None where there is none, and then `reason` says why."""
+
+    sample_id: str
+    step: int
+    label: str
+    response: str
+    stored: float | None
+    now: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Mean rewards of a step over the samples that have one; None when none has."""
+
+    step: int
+    stored: float | None
+    now: float | None
+
+
+@dataclass(frozen=True)
+class Regraded:
+    """All samples of some steps under two rewards. `confusion[stored][now]` counts samples by class."""
+
+    run: str
+    stored_reward: str
+    reward: str
+    threshold: float
+    samples: int
+    confusion: dict[str, dict[str, int]]
+    flips: int
+    examples: list[Flip]
+    curve: list[CurvePoint]
+
+    @property
+    def flip_percent(self) -> float:
+        return 100.0 * self.flips / self.samples if self.samples else 0.0
+
+
+def judged(score: float | None, threshold: float) -> str:
+    """The class of a score: `right` from the threshold on."""
+    if score is None:
+        return UNSCORED
+    return RIGHT if score >= threshold else WRONG
+
+
+def step_rollouts(folder: RunFolder, step: int) -> pa.Table:
+    """Every sample of a finished step with what it was scored, kept or not."""
+    entries = manifest.load(folder, step).commits
+    refs = [TableRef(**entry["tables"]["rollouts"]) for entry in entries if Slot.parse(entry["slot"]).stage == "filter"]
+    return concat([read_table(ref) for ref in refs], ROLLOUTS)
+
+
+async def regrade_steps(
+    folder: RunFolder,
+    steps: Sequence[int],
+    reward: RewardSection,
+    graders: Graders,
+    *,
+    threshold: float = THRESHOLD,
+    advance: Callable[[str], None] = lambda shown: None,
+) -> Regraded:
+    """Score the samples of `steps` with `reward`; the run stays as it is."""
+    counts: Counter[tuple[str, str]] = Counter()
+    examples: list[Flip] = []
+    curve: list[CurvePoint] = []
+    samples = 0
+    for step in steps:
+        table = await asyncio.to_thread(step_rollouts, folder, step)
+        verdicts = await verdicts_of(table, reward, pool=graders)
+        stored = table["reward"].to_pylist()
+        pairs = [
+            (judged(old, threshold), judged(new.score, threshold)) for old, new in zip(stored, verdicts, strict=True)
+        ]
+        counts.update(pairs)
+        if len(examples) < EXAMPLES:
+            examples += list(_flips(table, verdicts, pairs))[: EXAMPLES - len(examples)]
+        curve.append(CurvePoint(step, _mean(stored), _mean([verdict.score for verdict in verdicts])))
+        samples += len(pairs)
+        advance(f"{_flipped(counts)} flips of {samples}")
+    return Regraded(
+        run=folder.run_id,
+        stored_reward=attempts.current(folder).parameters.reward.name,
+        reward=reward.name,
+        threshold=threshold,
+        samples=samples,
+        confusion={old: {new: counts[old, new] for new in CLASSES} for old in CLASSES},
+        flips=_flipped(counts),
+        examples=examples,
+        curve=curve,
+    )
+
+
+def _flipped(counts: Counter[tuple[str, str]]) -> int:
+    return sum(count for (old, new), count in counts.items() if old != new)
+
+
+def _flips(table: pa.Table, verdicts: list[Verdict], pairs: list[tuple[str, str]]) -> Iterator[Flip]:
+    rows = table.select(["sample_id", "step", "label", "response", "reward"]).to_pylist()
+    for row, verdict, (old, new) in zip(rows, verdicts, pairs, strict=True):
+        if old != new:
+            reward = row.pop("reward")
+            yield Flip(**row, stored=reward, now=verdict.score, reason=verdict.reason)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+async def regrade_run(
+    run: str, root: str, *, reward: RewardSection | None, steps: str, threshold: float, workers: int | None = None
+) -> Regraded:
+    """`regrade_steps` on finished steps of a run, with graders of this process's own; the run's own reward if None."""
+    folder = runs.run_folder(root, run)
+    record = attempts.current(folder)
+    chosen = step_range(steps, len(manifest.finished_steps(folder)))
+    wanted = reward or record.parameters.reward
+    with LocalGraders(workers=workers) as graders, progress_bar(f"regrade {run}", len(chosen)) as advance:
+        await require_reward(graders, wanted.name, wanted.options)
+        return await regrade_steps(folder, chosen, wanted, graders, threshold=threshold, advance=advance)
+
+
+@flow(name="regrade", flow_run_name="regrade {run}", retries=0)
+@recorded
+async def regrade(
+    run: str,
+    root: str = "runs",
+    reward: RewardSection | None = None,
+    steps: str = "",
+    threshold: float = THRESHOLD,
+    max_flips: float | None = None,
+) -> dict[str, Any]:
+    """Score all stored samples once more, and fail when more than `max_flips` percent are judged otherwise.
+
+    Args:
+        run: Name of the run.
+        root: Folder of all runs.
+        reward: How samples are scored; by the run's own reward, as it is now, when left out.
+        steps: Which finished steps, as a:b; all when empty.
+        threshold: The score from which a sample counts as right.
+        max_flips: Percent of samples that may be judged otherwise; any number when left out.
+    """
+    found = await regrade_run(run, root, reward=reward, steps=steps, threshold=threshold)
+    if max_flips is not None and found.flip_percent > max_flips:
+        raise ValueError(f"{found.flip_percent:.2f} % of {found.samples} samples flipped, {max_flips:g} % may")
+    return asdict(found)
