@@ -4,19 +4,19 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.exceptions import TyperException
 
+from milepost.flows.cli_data import data_app
+from milepost.flows.cli_options import AsJson, Overrides, Root, RunName, print_done, print_values
+from milepost.flows.cli_stored import stored_app
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
-FAULTY = 3  # `verify` found something wrong
 INTERRUPTED = 130  # what typer returns for KeyboardInterrupt
 
 app = typer.Typer(
@@ -25,37 +25,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="RL post-training of language models as a durable workflow.",
 )
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make prompt sets.")
-app.add_typer(data_app, name="data")
 
 Config = Annotated[
     str | None, typer.Option("--config", "-c", help="Recipe: a YAML file, or the name of a shipped one.")
 ]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", "-s", help="Override, as section.field=value; repeatable.")
-]
-Root = Annotated[str | None, typer.Option(help="Folder of all runs (default: runs).")]
 Steps = Annotated[int | None, typer.Option(help="Trips around the DAG (default: 10).")]
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run (default: the recipe's name and the time).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 AllowChange = Annotated[
     list[str] | None, typer.Option(help="Parameter, as section.field, that may differ from how the run began.")
 ]
-RunName = Annotated[str, typer.Argument(help="Name of the run.")]
-
-
-def _rows(values: dict[str, Any], title: str) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in values.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
-    Console().print(table)
-
-
-def _done(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        _rows(summary, "done")
 
 
 @app.command()
@@ -76,7 +54,7 @@ def plan(
     if as_json:
         print(json.dumps(found))
     else:
-        _rows(found, "plan")
+        print_values(found, "plan")
 
 
 @app.command()
@@ -94,7 +72,7 @@ def train(
     from milepost.flows.recipe import request
 
     wanted = request(config, set or [], run=run, root=root, steps=steps)
-    _done(launch(wanted, allowed=allow_change or []), as_json)
+    print_done(launch(wanted, allowed=allow_change or []), as_json)
 
 
 @app.command()
@@ -108,7 +86,7 @@ def resume(
     """Go on with a run at its first unfinished stage: nothing is generated, graded or applied twice."""
     from milepost.flows.launch import relaunch
 
-    _done(relaunch(run, absolute_root(root or DEFAULT_ROOT), steps=steps, allowed=allow_change or []), as_json)
+    print_done(relaunch(run, absolute_root(root or DEFAULT_ROOT), steps=steps, allowed=allow_change or []), as_json)
 
 
 @app.command()
@@ -155,93 +133,9 @@ def doctor(root: Root = None, model: Annotated[str | None, typer.Option(help="Mo
         raise typer.Exit(1)
 
 
-@app.command()
-def sql(run: RunName, statement: str, root: Root = None, as_json: AsJson = False) -> None:
-    """Query the rollouts of a run: `rollouts` is the table of all its samples."""
-    from milepost.flows.sql import query
-    from milepost.storage import attempts, runs
-
-    folder = runs.run_folder(root or DEFAULT_ROOT, run)
-    attempts.current(folder)
-    columns, rows = query(folder, statement)
-    if as_json:
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], default=str))
-        return
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(str(value) for value in row))
-    Console().print(table)
-
-
-@app.command()
-def verify(run: RunName, root: Root = None, as_json: AsJson = False) -> None:
-    """Work out every digest, sum and link of a run again; exit code 3 and a list when something is wrong."""
-    from milepost.flows.audit import audit, show
-
-    found = audit(root or DEFAULT_ROOT, run)
-    show(found, as_json=as_json)
-    if found.faults:
-        raise typer.Exit(FAULTY)
-
-
-@app.command()
-def report(run: RunName, root: Root = None) -> None:
-    """Write the report of a run, finished or not, and print where it is."""
-    from milepost.flows.report import write_report
-    from milepost.storage import runs
-
-    print(write_report(runs.run_folder(root or DEFAULT_ROOT, run)))
-
-
-@app.command()
-def grade(
-    reward: Annotated[str, typer.Argument(help="Reward: a built-in, an entry point, or pkg.mod:fn.")],
-    response: Annotated[str, typer.Option(help="Response to grade, or @file.")],
-    label: Annotated[str, typer.Option(help="Label, as JSON or plain text.")] = "null",
-    as_json: AsJson = False,
-) -> None:
-    """Grade one response, and print the verdict."""
-    from dataclasses import asdict
-
-    from milepost.flows.recipe import json_or_text
-    from milepost.tasks.rewards import grade as grade_response
-
-    text = Path(response[1:]).read_text() if response.startswith("@") else response
-    verdict = asdict(grade_response(reward, text, json_or_text(label)))
-    if as_json:
-        print(json.dumps(verdict))
-    else:
-        _rows(verdict, "verdict")
-
-
-@data_app.command("reasoning-gym")
-def reasoning_gym(
-    task: Annotated[str, typer.Option(help="Task of reasoning-gym, such as chain_sum.")],
-    out: Annotated[str, typer.Option(help="File to write: .parquet or .jsonl.")],
-    size: Annotated[int, typer.Option(help="Prompts.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the task's generator.")] = 0,
-) -> None:
-    """Prompts of a reasoning-gym task, with what its verifier needs."""
-    from milepost.flows.data import make_reasoning_gym
-
-    _rows(vars(make_reasoning_gym(task, size, seed, out)), "written")
-
-
-@data_app.command("arithmetic")
-def arithmetic(
-    out: Annotated[str, typer.Option(help="File to write: .parquet or .jsonl.")],
-    size: Annotated[int, typer.Option(help="Prompts.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the choice and the order.")] = 0,
-    split: Annotated[str, typer.Option(help="train or held_out: no problem is in both.")] = "train",
-    digits: Annotated[int, typer.Option(help="Digits of the operands.")] = 2,
-    operators: Annotated[str, typer.Option(help="Some of + - *.")] = "+-*",
-) -> None:
-    """Arithmetic problems such as 12+7=, with answers as labels."""
-    from milepost.flows.data import make_arithmetic, split_of
-
-    _rows(
-        vars(make_arithmetic(size, seed, out=out, split=split_of(split), digits=digits, operators=operators)), "written"
-    )
+# After the commands above, so that help begins with what people begin with.
+app.add_typer(stored_app)
+app.add_typer(data_app, name="data")
 
 
 def _exit_code(error: BaseException) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from prefect.exceptions import TerminationSignal
@@ -53,7 +53,7 @@ def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] =
 
 
 def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
-    with orderly_end(), ExitStack() as joined, _prefect(lambda: joined.enter_context(joined_ray())):
+    with serving():
         try:
             _run(begin)
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
@@ -67,8 +67,16 @@ def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, 
     return summary(folder)
 
 
-def _prefect(meanwhile: Callable[[], object]) -> AbstractContextManager[str]:
-    return prefect_api(say=say, console_level="CRITICAL", meanwhile=meanwhile)
+@contextmanager
+def serving() -> Iterator[None]:
+    """What flows need: Prefect and Ray, those that run or ones of this process's own, started side by side."""
+    with orderly_end(), ExitStack() as joined:
+
+        def join_ray() -> None:
+            joined.enter_context(joined_ray())
+
+        with prefect_api(say=say, console_level="CRITICAL", meanwhile=join_ray):
+            yield
 
 
 def _run(begin: Callable[[], Coroutine[Any, Any, str]]) -> None:

@@ -1,6 +1,7 @@
 """`milepost regrade`: all stored samples scored once more, by another reward or by what the same one has become."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 from prefect import flow
+from rich.console import Console
+from rich.table import Table
 
 from milepost.engines.local_graders import LocalGraders
 from milepost.flows.outcome import recorded
@@ -179,3 +182,39 @@ async def regrade(
     if max_flips is not None and found.flip_percent > max_flips:
         raise ValueError(f"{found.flip_percent:.2f} % of {found.samples} samples flipped, {max_flips:g} % may")
     return asdict(found)
+
+
+def section(reward: str | None, options: str, timeout_seconds: float) -> RewardSection | None:
+    """The reward that somebody named on the command line; None for the run's own."""
+    try:
+        given = json.loads(options)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise ValueError(f'--options {options!r} must be a JSON object, such as \'{{"pattern": "[0-9]+"}}\'')
+    if reward is None:
+        if given:
+            raise ValueError("--options are those of --reward: name it too")
+        return None
+    return RewardSection(name=reward, options=given, timeout_seconds=timeout_seconds)
+
+
+def render(found: Regraded) -> None:
+    """Confusion, curves and examples, on the terminal."""
+    console = Console()
+    confusion = Table("stored \\ now", *CLASSES, title=f"{found.stored_reward} -> {found.reward}", title_justify="left")
+    for old, row in found.confusion.items():
+        confusion.add_row(old, *(str(row[new]) for new in CLASSES))
+    console.print(confusion)
+    curves = Table("step", "stored", "now", title="mean reward", title_justify="left")
+    for point in found.curve:
+        curves.add_row(
+            str(point.step), *("" if value is None else f"{value:.4f}" for value in (point.stored, point.now))
+        )
+    console.print(curves)
+    for flip in found.examples:
+        scores = " -> ".join("none" if score is None else f"{score:g}" for score in (flip.stored, flip.now))
+        said = json.dumps(flip.response[-80:], ensure_ascii=False)
+        reason = f" ({flip.reason})" if flip.reason else ""
+        print(f"{flip.sample_id}: {scores}{reason}; label {flip.label}, response ends {said}")
+    print(f"{found.run}: {found.flips} of {found.samples} samples flip: {found.flip_percent:.2f} %")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from milepost.flows.report import evaluations
-from milepost.flows.sql import query
+from milepost.flows.sql import as_rows, query
 from milepost.flows.train import resume
 from milepost.storage import attempts, runs
 from milepost.storage.runs import RunFolder
@@ -65,4 +65,4 @@ def lines(path: Path) -> list[str]:
 
 
 def rows(folder: RunFolder) -> list[tuple[object, ...]]:
-    return query(folder, SERVED)[1]
+    return as_rows(query([folder], SERVED))[1]

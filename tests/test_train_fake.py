@@ -14,7 +14,7 @@ from milepost.flows.iteration import iteration
 from milepost.flows.loop import recover
 from milepost.flows.recipe import load_recipe
 from milepost.flows.report import write_report
-from milepost.flows.sql import query
+from milepost.flows.sql import as_rows, query
 from milepost.flows.start import Launched, begin_run
 from milepost.flows.train import train
 from milepost.storage import files, manifest, runs
@@ -168,9 +168,8 @@ def test_a_full_disk_stops_the_run_in_one_sentence_and_leaves_nothing_half_writt
 def test_a_grader_that_hangs_or_raises_costs_only_its_samples(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
     bad = ["reward.name=tests.rewards_for_tests:hang_or_raise", "reward.timeout_seconds=0.5"]
     folder = trained("graders", tmp_path, parameters(model_dir, prompts(8), *bad, "data.shuffle=false"), steps=1)
-    columns, rows = query(
-        folder, "select verdict->>'reason' as reason, count(*) from rollouts where reward is null group by 1 order by 1"
-    )
+    asked = "select verdict->>'reason' as reason, count(*) from rollouts where reward is null group by 1 order by 1"
+    columns, rows = as_rows(query([folder], asked))
     assert columns[0] == "reason"
     assert [(reason.split(":")[0], count) for reason, count in rows] == [("error", 2), ("timeout", 2)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from milepost.flows.sql import query
+from milepost.flows.sql import as_rows, query
 from milepost.storage import checkpoints, files, runs
 from milepost.storage.runs import RunFolder
 from milepost.storage.verify import verify
@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_from_the_bucket_alone(tmp_path: Path, model_dir: s
     assert (found.faults, found.steps, found.checkpoints) == ([], 4, 2)
     assert checkpoints.complete(stored.folder) == [2, 4]
     assert files.names(files.join(stored.folder.workspace, "checkpoints")) == ["000004"]
-    assert query(stored.folder, "select count(*), count(distinct step) from rollouts")[1] == [(4 * 16, 4)]
+    assert as_rows(query([stored.folder], "select count(*), count(distinct step) from rollouts"))[1] == [(4 * 16, 4)]
     assert b"4 of 4 steps" in files.read(stored.folder.report)
     assert os.environ["AWS_ENDPOINT_URL"].encode() not in files.read(stored.folder.record)
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.recipe import load_recipe
-from milepost.flows.sql import query
+from milepost.flows.sql import as_rows, query
 from milepost.flows.train import train
 from milepost.storage import files, manifest, runs
 from milepost.storage.parameters import Parameters
@@ -68,9 +68,8 @@ def test_the_trainer_recomputes_the_log_probabilities_that_the_engine_reported(r
 
 
 def test_every_sample_carries_the_version_of_the_weights_that_made_it(run: RunFolder) -> None:
-    _, rows = query(
-        run, "select distinct step, weight_version_min, weight_version_max, weights_digest from rollouts order by 1"
-    )
+    asked = "select distinct step, weight_version_min, weight_version_max, weights_digest from rollouts order by 1"
+    _, rows = as_rows(query([run], asked))
     for step, low, high, digest in rows:
         version_in = WeightVersion.parse(manifest.load(run, step).version_in)
         assert (low, high) == (step, step) and version_in.digest.startswith(digest)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from milepost.flows.recipe import load_recipe
-from milepost.flows.sql import query
+from milepost.flows.sql import as_rows, query
 from milepost.flows.train import train
 from milepost.storage import manifest, runs
 from milepost.storage.parameters import Parameters
@@ -71,7 +71,8 @@ def test_every_step_is_done_though_the_server_was_killed_and_no_process_is_left(
 
 
 def test_every_sample_was_made_by_the_weights_of_its_step(run: RunFolder) -> None:
-    _, rows = query(run, "select distinct step, weight_version_min, weight_version_max from rollouts order by 1")
+    asked = "select distinct step, weight_version_min, weight_version_max from rollouts order by 1"
+    _, rows = as_rows(query([run], asked))
     assert [tuple(row) for row in rows] == [(step, step, step) for step in range(STEPS)]
 
 

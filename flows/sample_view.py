@@ -1,0 +1,118 @@
+"""One stored sample as people read it: prompt, response token by token, verdict, and whose weights it was."""
+
+import json
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from milepost.flows.sql import committed
+from milepost.storage import attempts, files, runs
+from milepost.storage.registry import nearest
+
+STAGES = ("optimize", "filter", "score", "generate")  # the last that has a sample knows the most of it
+
+# From what the model was sure of to what surprised it, by the probability that it gave the token.
+SHADES = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
+
+
+def find_sample(root: str, run: str, sample: str) -> dict[str, Any]:
+    """Everything stored of a sample; LookupError names the nearest ids when the run has none of this one."""
+    folder = runs.run_folder(root, run)
+    record = attempts.current(folder)
+    step = _step_of(sample)
+    tables = {stage: [uri for at, uri in committed(folder, stage) if step is None or at == step] for stage in STAGES}
+    for stage in STAGES:
+        for uri in tables[stage]:
+            found = _read(uri, sample)
+            if found:
+                return found[0] | {"tokens": _texts(found[0], record.model["folder"])}
+    known = [name for uri in tables["generate"] for name in _ids(uri)]
+    hint = nearest(sample, known) or (f"; that step has {known[0]} to {known[-1]}" if known else "")
+    raise LookupError(f"run {run!r} has no sample {sample!r}{hint}")
+
+
+def _step_of(sample: str) -> int | None:
+    """The step that a sample's id begins with."""
+    begin = sample.partition("-")[0]
+    return int(begin) if begin.isdigit() else None
+
+
+def _read(uri: str, sample: str) -> list[dict[str, Any]]:
+    fs, path = files.filesystem(uri)
+    found: list[dict[str, Any]] = pq.read_table(path, filters=[("sample_id", "=", sample)], filesystem=fs).to_pylist()
+    return found
+
+
+def _ids(uri: str) -> list[str]:
+    fs, path = files.filesystem(uri)
+    ids: list[str] = pq.read_table(path, columns=["sample_id"], filesystem=fs)["sample_id"].to_pylist()
+    return ids
+
+
+def _texts(row: dict[str, Any], model_folder: str) -> list[str]:
+    """The text of each response token; its number where the model's tokenizer is not there any more."""
+    ids = row["response_token_ids"]
+    try:
+        from milepost.engines.tokenizer import load_tokenizer  # imports transformers, for a second
+
+        tokenizer = load_tokenizer(model_folder)
+    except (OSError, ValueError):
+        return [str(token) for token in ids]
+    return [tokenizer.decode([token]) for token in ids]
+
+
+def show_sample(row: dict[str, Any]) -> None:
+    """The sample on the terminal, in colours where it has them."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(row['sample_id'])}[/]  run {escape(row['run_id'])}, step {row['step']}")
+    console.print(f"data set {escape(row['dataset'])}, label {escape(row['label'])}")
+    for role, text in turns(row):
+        console.print(f"\n[bold cyan]{escape(role)}[/]")
+        console.print(Text(text))
+    console.print(
+        "\n[bold cyan]tokens[/], by probability:", *(f"[{style}]{at:g}[/]" for at, style in SHADES), "masked: dim"
+    )
+    console.print(token_strip(row))
+    console.print(f"\n[bold cyan]verdict[/] {_verdict(row)}")
+    versions = f"{row['weight_version_min']} to {row['weight_version_max']} ({row['weights_digest']})"
+    console.print(f"weights {versions}; {row['status']}, finished by {row['finish_reason']}, seed {row['seed']}")
+    if row["kept"] is not None:
+        console.print("trained on" if row["kept"] else f"not trained on: {escape(row['drop_reason'] or '')}")
+
+
+def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """The prompt's messages and the response, by who said them."""
+    prompt = json.loads(row["prompt"])
+    messages = prompt if isinstance(prompt, list) else [{"role": "prompt", "content": prompt}]
+    said = [(str(message["role"]), _content(message.get("content"))) for message in messages]
+    return [*said, ("response", row["response"])]
+
+
+def _content(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def token_strip(row: dict[str, Any]) -> Text:
+    """The response in the colour of each token's probability; tokens that are not trained are dim."""
+    from math import exp
+
+    strip = Text()
+    rows = zip(row["tokens"], row["rollout_logprobs"], row["loss_mask"], strict=True)
+    for text, logprob, mask in rows:
+        style = next(style for least, style in SHADES if exp(logprob) >= least)
+        strip.append(text, style=style if mask else "dim")
+    return strip
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["verdict"] is None:
+        return "not scored yet"
+    said = json.loads(row["verdict"])
+    parts = ", ".join(f"{name} {value:g}" for name, value in (row["rewards"] or []))
+    score = "no score" if row["reward"] is None else f"score {row['reward']:g}"
+    extracted = said.get("extracted")
+    rest = [parts, said.get("reason"), extracted and f"extracted {extracted}", said.get("grader")]
+    return "; ".join([score, *(escape(text) for text in rest if text)])
