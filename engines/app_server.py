@@ -79,7 +79,8 @@ def bind(host: str, port: int) -> socket.socket:
 class AppServer:
     """Ray actor: serves the ASGI application that `factory` ("pkg.mod:fn") builds from `kwargs`."""
 
-    def __init__(self, factory: str, kwargs: dict[str, Any], host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, factory: str, kwargs: dict[str, Any], host: str = "", port: int = 0) -> None:
+        """Without a host it is reached where its cluster reaches it."""
         self._settings = (factory, kwargs, host, port)
         self._server: HttpServer | None = None
 
@@ -87,7 +88,7 @@ class AppServer:
         """Build and serve the application; its URL. Apart from the constructor, so that its error arrives as it was."""
         factory, kwargs, host, port = self._settings
         app = load_dotted(factory, group="application")(**kwargs)
-        self._server = HttpServer(app, host=host, port=port)
+        self._server = HttpServer(app, host=host or cluster.own_address(), port=port)
         return self._server.url
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
@@ -127,7 +128,7 @@ def start_app(
     factory: str,
     kwargs: dict[str, Any],
     *,
-    host: str = "127.0.0.1",
+    host: str = "",
     port: int = 0,
     timeout_seconds: float = 120.0,
 ) -> RunningApp:

@@ -22,6 +22,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 import ray
 
 NAMESPACE = "milepost"
+LOOPBACK = "127.0.0.1"
 CONTROL = "control"  # the concurrency group of methods that answer while an actor works
 POLL_SECONDS = 0.2
 STACK_SECONDS = 5.0
@@ -80,6 +81,13 @@ def is_connected() -> bool:
 def gpus() -> float:
     """GPUs of the cluster."""
     return float(ray.cluster_resources().get("GPU", 0))
+
+
+def own_address() -> str:
+    """The address that the cluster reaches this process at: loopback unless Ray has several nodes."""
+    if sum(node["Alive"] for node in ray.nodes()) == 1:
+        return LOOPBACK
+    return str(ray.util.get_node_ip_address())
 
 
 def disconnect() -> None:

@@ -102,7 +102,6 @@ def create_rollout(
         engine_class=ENGINES[parameters.engines.rollout],
         call_timeout_seconds=parameters.sync.timeout_seconds,
         model_dir=model_dir,
-        host="127.0.0.1",
         threads=parameters.engines.rollout_threads,
         max_running_requests=parameters.engines.max_running_requests,
         context_length=parameters.model.context_length,

@@ -112,8 +112,8 @@ def _check_engine(hf_config: dict[str, Any], parameters: Parameters, gpu_bytes: 
     cache = cache_bytes(hf_config, parameters) * parameters.model.context_length
     if weights + cache > share * gpu_bytes:
         raise ValueError(
-            f"a rollout engine needs {weights / GIB:.1f} GiB of each GPU for weights and {cache / GIB:.1f} for the cache "
-            f"of one request, and may take {share * gpu_bytes / GIB:.1f}: raise engines.gpus_per_engine or "
+            f"a rollout engine needs {weights / GIB:.1f} GiB of a GPU for weights and {cache / GIB:.1f} to cache one "
+            f"request, and may take {share * gpu_bytes / GIB:.1f}: raise engines.gpus_per_engine or "
             "engines.sglang.mem_fraction_static, or lower model.context_length"
         )
 

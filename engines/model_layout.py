@@ -92,10 +92,10 @@ def _family(hf_config: dict[str, Any]) -> Any:
         return hf_config["model_type"]
     if not names or names[0] not in ARCHITECTURES:
         name = names[0] if names else hf_config.get("model_type")
-        experts = next((hf_config[key] for key in EXPERTS if hf_config.get(key)), 0)
-        what = f"is a mixture of {experts} experts, which" if experts else "is one that"
+        count = next((hf_config[key] for key in EXPERTS if hf_config.get(key)), 0)
+        experts = f" is a mixture of {count} experts and" if count else ""
         known = ", ".join(sorted(ARCHITECTURES))
-        raise ValueError(f"architecture {name!r} {what} cannot be trained: give model.path a model of {known}")
+        raise ValueError(f"architecture {name!r}{experts} cannot be trained, use one of {known}")
     return ARCHITECTURES[names[0]]
 
 

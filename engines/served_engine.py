@@ -32,7 +32,7 @@ class ServedEngine(ABC):
         self,
         model_dir: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = "",
         threads: int = 0,
         max_running_requests: int = 64,
         context_length: int = 4096,
@@ -54,7 +54,7 @@ class ServedEngine(ABC):
     def start(self) -> str:
         """Load and serve; the URL. Apart from the constructor, so that an error arrives at the driver as it was."""
         backend = self.build_backend()
-        self._serving = Serving(backend, HttpServer(build_app(backend), host=self.host))
+        self._serving = Serving(backend, HttpServer(build_app(backend), host=self.host or cluster.own_address()))
         return self._serving.server.url
 
     @property

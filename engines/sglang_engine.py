@@ -32,7 +32,7 @@ class SglangEngine:
         self,
         model_dir: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = "",
         threads: int = 0,
         max_running_requests: int = 64,
         context_length: int = 4096,
@@ -194,7 +194,7 @@ class SglangEngine:
         }
         self._server = SglangServer(
             [self._python, "-m", "sglang.launch_server", *arguments],
-            host=self._host,
+            host=self._host or cluster.own_address(),
             environment=variables,
             log=log_file(_actor_name()),
             timeout_seconds=self._deadline - time.monotonic(),

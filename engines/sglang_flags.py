@@ -42,6 +42,15 @@ CPU_FLAGS: dict[str, Value] = {
     "max_total_tokens": 8192,
 }
 
+CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # which cores each rank has, for whoever splits a model over those of a CPU
+
+# What one with a GPU takes and one without dies of, and the values that run on a CPU.
+_ON_CPU = {
+    "device": ("cpu",),
+    "attention_backend": ("torch_native", "intel_amx"),
+    "sampling_backend": ("pytorch",),
+}
+
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 _LIST = """
 import argparse, json
@@ -83,7 +92,8 @@ def interpreter(python: str) -> str:
 
 def environment(*, gpu: bool) -> dict[str, str]:
     """What SGLang's processes see: on a CPU, stand-ins for native code that is missing there."""
-    variables = dict(os.environ)
+    # A server whose model died waits over a minute for dumps that nobody takes: another could serve by then.
+    variables = {f"SGLANG_{name}_BEFORE_CRASH": "false" for name in ("CUDA_COREDUMP", "PYSPY_DUMP")} | os.environ
     if not gpu:
         ours = str(Path(__file__).with_name("sglang_cpu"))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
@@ -158,12 +168,31 @@ def check_sglang(parameters: Parameters) -> None:
 
 def server_flags(parameters: Parameters, index: int, *, gpu: bool) -> dict[str, Value]:
     """What the parameters ask of server `index` and `engines.sglang` may change, and the latter."""
+    if not gpu and not parameters.engines.sglang_urls:
+        _check_cpu(parameters)
     flags: dict[str, Value] = {"random_seed": parameters.data.seed + index}
     if parameters.perf.colocate and gpu:  # without one there is no memory to give up
         flags |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     if parameters.sync.pause_mode == "in_place":
         flags["disable_radix_cache"] = True  # what older weights cached would be used by new requests
     return flags | parameters.engines.sglang
+
+
+def _check_cpu(parameters: Parameters) -> None:
+    """ValueError for what a server cannot do where Ray knows of no GPU."""
+    engines = parameters.engines
+    if engines.gpus_per_engine > 1 and CPU_CORES not in os.environ:
+        raise ValueError(
+            f"engines.gpus_per_engine is {engines.gpus_per_engine} and there is no GPU here: set it to 1, or start the "
+            "run where Ray has GPUs"
+        )
+    for name, able in _ON_CPU.items():
+        value = engines.sglang.get(name)
+        if value is not None and value not in able:
+            raise ValueError(
+                f"engines.sglang.{name} is {value!r} and there is no GPU here: leave it out, or start the run where "
+                "Ray has GPUs"
+            )
 
 
 def command_line(flags: Mapping[str, Value], known: Mapping[str, Flag]) -> list[str]:

@@ -44,9 +44,10 @@ def log_file(name: str) -> Path:
 
 def last_words(log: Path) -> str:
     """The last error that a log names, which a server may have talked over since, and its last lines."""
-    lines = [line.strip()[:LINE_CHARACTERS] for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace").splitlines()
+    lines = [line.strip()[:LINE_CHARACTERS] for line in text if line.strip(" ^~")]  # without a traceback's pointers
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
-    return " | ".join([*errors[-1:], *lines[-TAIL_LINES:]]) or "nothing"
+    return " | ".join(dict.fromkeys([*errors[-1:], *lines[-TAIL_LINES:]])) or "nothing"
 
 
 def free_port(host: str) -> int:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+from rich.markup import escape
 from rich.table import Table
 
 from milepost.engines import memory_plan, torch_build
@@ -48,7 +49,8 @@ def render(checks: list[Check]) -> Table:
     for column in ("", "check", "found", "fix"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        table.add_row("[green]ok[/]" if check.ok else "[red]no[/]", check.name, check.found, check.fix)
+        texts = (escape(text) for text in (check.name, check.found, check.fix))  # an extra is in brackets, as markup is
+        table.add_row("[green]ok[/]" if check.ok else "[red]no[/]", *texts)
     return table
 
 
@@ -64,7 +66,7 @@ def torch() -> Check:
     except torch_build.TorchBroken as error:
         fix = "install the package again in this environment: pip install --force-reinstall torch"
         return Check("torch", False, str(error), fix)
-    if memory_plan.gpu_bytes() is not None and (wrong := torch_build.mismatch(build)):
+    if gpu().ok and memory_plan.gpu_bytes() is not None and (wrong := torch_build.mismatch(build)):
         return Check("torch", False, *wrong)
     devices = build.devices
     where = f"CUDA, {len(devices)} x {devices[0]}" if devices else f"CPU, {os.cpu_count()} cores"

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from milepost.engines.loss_params import check_loss
-from milepost.engines.memory_plan import check_memory, gpu_bytes, trainer_memory
+from milepost.engines.memory_plan import BYTES, engine_weights, trainer_memory
 from milepost.engines.model_layout import check_layout, parameter_count
 from milepost.engines.model_source import resolve_model
 from milepost.engines.sglang_flags import check_sglang
 from milepost.engines.tokenizer import load_tokenizer
+from milepost.flows.engine_checks import check_engines, check_gpus, has_gpus
 from milepost.flows.service_state import state_folder
 from milepost.storage.batch_plan import BatchPlan, batch_plan
 from milepost.storage.parameters import Parameters
@@ -23,7 +24,6 @@ from milepost.tasks.rollouts import get_rollout
 
 GIB = 1024**3
 PARAMETER_BYTES = 500_000  # a Prefect server refuses a flow run whose parameters take more than 512 KiB
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     batch = batch_plan(parameters)
     check_names(parameters)
     check_lengths(parameters)
+    check_engines(parameters)
     if parameters.engines.rollout == "sglang":
         check_sglang(parameters)
     model_path = _require(parameters.model.path, "model.path", "FOLDER")
@@ -98,7 +99,7 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
     model_dir = model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
-    _check_memory(config, parameters)
+    check_gpus(config, parameters)
     _check_context(config, parameters)
     return RunPlan(
         run=run,
@@ -111,13 +112,6 @@ def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quaran
         prompts=_load(parameters, data_path, model_dir, quarantine=quarantine_uri),
         eval_prompts=load_eval_prompts(parameters, model_dir),
     )
-
-
-def _check_memory(config: dict[str, Any], parameters: Parameters) -> None:
-    """Only where this machine has GPUs: those of another are not known."""
-    available = gpu_bytes()
-    if available is not None and parameters.engines.train == "megatron":
-        check_memory(config, parameters, available)
 
 
 def _check_context(config: dict[str, Any], parameters: Parameters) -> None:
@@ -144,7 +138,7 @@ def load_eval_prompts(parameters: Parameters, model_dir: str) -> PromptSet | Non
 
 
 def notices(plan: RunPlan) -> list[str]:
-    """What was left out of the prompt set, in sentences; empty when nothing was."""
+    """What is not as one might expect, in sentences: prompts that are left out, GPUs that are not there."""
     prompts, found = plan.prompts, []
     if prompts.too_long:
         found.append(
@@ -155,12 +149,14 @@ def notices(plan: RunPlan) -> list[str]:
         found.append(f"{prompts.bad_lines} malformed lines are quarantined")
     if prompts.duplicates:
         found.append(f"{prompts.duplicates} prompts repeat an earlier one")
+    if plan.parameters.perf.colocate and not has_gpus():
+        found.append("perf.colocate shares no GPU, because this machine has none: `milepost doctor` says why")
     return found
 
 
 def _state_bytes(parameters: Parameters, count: int) -> int:
     """Weights, float32 gradients, float32 main weights where they differ, and Adam's two moments."""
-    weights = _BYTES[parameters.perf.dtype]
+    weights = BYTES[parameters.perf.dtype]
     main = 0 if parameters.perf.dtype == "float32" else 4
     return count * (weights + 4 + main + 8)
 
@@ -198,7 +194,7 @@ def describe(plan: RunPlan) -> dict[str, str | int | float]:
         "trainer state (GiB, all ranks)": round(state / GIB, 3),
         "trainer memory on a GPU (GiB, about)": round(trainer_memory(plan.model_config, parameters).total / GIB, 1),
         "logits of a micro-batch (GiB, float32)": round(_logits_bytes(plan) / GIB, 3),
-        "rollout engine weights (GiB)": round(count * _BYTES[parameters.perf.dtype] / GIB, 3),
+        "rollout engine weights on a GPU (GiB)": round(engine_weights(plan.model_config, parameters) / GIB, 3),
         "checkpoint (GiB)": round((state - 4 * count) / GIB, 3),
     }
 

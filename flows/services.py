@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -35,9 +36,9 @@ class Services:
 
 
 def running() -> Services:
-    """The services that `up` started and that answer now."""
+    """The services that `up` started and that answer now; `RAY_ADDRESS` names a Ray cluster that others started."""
     urls = {name: service.url for name, service in service_state.load().items() if _answers(service)}
-    return Services(urls.get("prefect"), urls.get("mlflow"), urls.get("ray"))
+    return Services(urls.get("prefect"), urls.get("mlflow"), os.environ.get("RAY_ADDRESS") or urls.get("ray"))
 
 
 def up(root: str, *, say: Say = print, prefect: bool = True, mlflow: bool = True, ray: bool = True) -> Services:

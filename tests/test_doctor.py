@@ -90,6 +90,12 @@ def test_the_table_shows_what_failed_and_the_remedy() -> None:
     assert "free some" in sink.getvalue() and "3.11.7" in sink.getvalue()
 
 
+def test_the_extra_that_brings_sglang_is_named_and_shown() -> None:
+    sink = io.StringIO()
+    Console(file=sink, width=200).print(doctor.render([doctor.sglang()]))
+    assert "'milepost[sglang]'" in sink.getvalue() or doctor.sglang().found[0].isdigit()
+
+
 def test_importing_the_doctor_and_the_services_loads_no_heavy_library() -> None:
     code = (
         "import sys, milepost.flows.doctor, milepost.flows.services, milepost.storage.lineage\n"

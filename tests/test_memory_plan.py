@@ -2,7 +2,7 @@
 
 import pytest
 
-from milepost.engines.memory_plan import GIB, check_memory, trainer_memory
+from milepost.engines.memory_plan import GIB, cache_bytes, check_memory, engine_weights, trainer_memory
 from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
 
 QWEN3_4B = {
@@ -46,3 +46,33 @@ def test_a_model_that_does_not_fit_says_how_much_and_which_knob() -> None:
         check_memory(QWEN3_4B, parameters(), 40 * GIB)
     with pytest.raises(ValueError, match="has 80.0: lower perf.max_tokens_per_micro_batch or set perf.recompute=full"):
         check_memory(QWEN3_4B, parameters(), 80 * GIB)
+
+
+def engine(gpus: int, fraction: float, *, train: str = "fake", context_length: int = 4096) -> Parameters:
+    chosen = EnginesSection(
+        train=train, rollout="sglang", gpus_per_engine=gpus, sglang={"mem_fraction_static": fraction}
+    )
+    model = ModelSection(context_length=context_length)
+    return Parameters(model=model, perf=PerfSection(dtype="bfloat16"), engines=chosen)
+
+
+def test_gpus_of_an_engine_share_its_weights_and_its_cache() -> None:
+    assert engine_weights(QWEN3_4B, engine(2, 0.5)) == COUNT
+    assert cache_bytes(QWEN3_4B, engine(1, 0.5)) == 2 * 36 * 8 * 128 * 2
+    assert cache_bytes(QWEN3_4B, engine(2, 0.5)) == 36 * 8 * 128 * 2
+
+
+def test_an_engine_that_does_not_fit_says_how_much_and_which_knob() -> None:
+    check_memory(QWEN3_4B, engine(1, 0.9), 24 * GIB)
+    check_memory(QWEN3_4B, engine(2, 0.2), 24 * GIB)
+    with pytest.raises(
+        ValueError, match=r"needs 7.5 GiB of a GPU .* 0.6 to cache .* take 4.8: raise engines.gpus_per_"
+    ):
+        check_memory(QWEN3_4B, engine(1, 0.2), 24 * GIB)
+    with pytest.raises(ValueError, match=r"17.6 to cache one request, .* or lower model.context_length"):
+        check_memory(QWEN3_4B, engine(1, 0.9, context_length=128_000), 24 * GIB)
+
+
+def test_servers_that_run_already_have_memory_of_their_own() -> None:
+    attached = EnginesSection(train="fake", rollout="sglang", sglang_urls=["http://127.0.0.1:1"])
+    check_memory(QWEN3_4B, Parameters(engines=attached), GIB)

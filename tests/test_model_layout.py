@@ -44,12 +44,12 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(layout: dict[str, in
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is one that cannot be trained"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' cannot be trained"),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128},
-            "'Qwen3MoeForCausalLM' is a mixture of 128 experts, which cannot be trained: .* a model of LlamaForCausalLM",
+            "'Qwen3MoeForCausalLM' is a mixture of 128 experts and cannot be trained, use one of Llama",
         ),
-        ({"architectures": []}, "architecture None is one that cannot be trained"),
+        ({"architectures": []}, "architecture None cannot be trained"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' cannot be trained"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' has no 'factor'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' cannot be trained, only 'silu'"),

@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 
-from milepost.engines.sglang_flags import Flag, SglangMissing, check_flags, check_sglang, command_line, server_flags
+from milepost.engines.sglang_flags import (
+    Flag,
+    SglangMissing,
+    check_flags,
+    check_sglang,
+    command_line,
+    environment,
+    known_flags,
+    server_flags,
+)
 from milepost.flows.plan import make_plan
+from milepost.flows.recipe import load_recipe
 from milepost.storage.parameters import Parameters
 
 KNOWN = {
@@ -80,3 +90,34 @@ def test_what_other_parameters_need_of_the_server_follows_from_them() -> None:
     assert flags["disable_radix_cache"] and flags["enable_memory_saver"] and flags["random_seed"] == 3
     assert "disable_radix_cache" not in server_flags(Parameters(), 0, gpu=True)
     assert "enable_memory_saver" not in server_flags(chosen, 3, gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        ({"gpus_per_engine": 2}, "engines.gpus_per_engine is 2 and there is no GPU here: set it to 1"),
+        ({"sglang": {"attention_backend": "fa3"}}, "attention_backend is 'fa3' and there is no GPU here: leave it out"),
+        ({"sglang": {"device": "cuda"}}, "engines.sglang.device is 'cuda' and there is no GPU here"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_where_there_is_none(engines: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        server_flags(parameters(**engines), 0, gpu=False)
+    server_flags(parameters(**engines), 0, gpu=True)
+
+
+def test_a_cpu_whose_cores_are_assigned_may_hold_a_split_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    server_flags(parameters(gpus_per_engine=2), 0, gpu=False)
+
+
+def test_a_server_whose_model_died_makes_no_dumps_unless_somebody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "true")
+    found = environment(gpu=True)
+    assert found["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "false" and found["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "true"
+
+
+@pytest.mark.parametrize("name", ["smollm2-gpu", "qwen3-0.6b", "qwen3-4b", "qwen3-30b-a3b"])
+def test_recipes_name_flags_that_sglang_has(name: str, sglang_python: str) -> None:
+    chosen, _ = load_recipe(name, [])
+    check_flags(chosen.engines.sglang, known_flags(sglang_python))

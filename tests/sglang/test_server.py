@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from milepost.engines.sglang_client import SglangRefused, ask
-from milepost.engines.sglang_server import SglangFailed, SglangServer
+from milepost.engines.sglang_server import SglangFailed, SglangServer, last_words
 
 SERVING = """
 import http.server, subprocess, sys
@@ -52,6 +52,12 @@ def test_a_server_that_ends_at_its_start_says_its_last_error_and_where_its_log_i
     code = "print('ValueError: no such backend'); print('Received sigquit from a child'); raise SystemExit(3)"
     with pytest.raises(SglangFailed, match=r"ended with code 3: ValueError: no such backend \| .*sigquit.*server.log"):
         start(code, tmp_path)
+
+
+def test_what_a_server_said_last_is_told_once_and_without_a_tracebacks_pointers(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("starting\n  raise ValueError(x)\n    ^^^^^~~~~\nValueError: no such backend\nended\n")
+    assert last_words(log) == "ValueError: no such backend | starting | raise ValueError(x) | ended"
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:

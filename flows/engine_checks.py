@@ -1,0 +1,62 @@
+"""Whether engines, the way weights travel between them and the GPUs of this machine go together: asked by a plan."""
+
+from typing import Any
+
+from milepost.engines.memory_plan import DriverSilent, check_memory, gpu_bytes
+from milepost.engines.torch_build import require_cuda
+from milepost.storage.parameters import Parameters
+
+LIVE = ("tensor", "distributed")  # transports that send tensors, and write no folder
+
+
+def check_engines(parameters: Parameters) -> None:
+    """ValueError for engines that have no weights to give or to take."""
+    train, rollout = parameters.engines.train, parameters.engines.rollout
+    transport = parameters.sync.transport
+    if train == "fake" and rollout != "fake":
+        raise ValueError(
+            f"engines.train is 'fake' and makes no weights that engines.rollout {rollout!r} could load: set both to "
+            "'fake', or neither"
+        )
+    if rollout == "fake" and transport in LIVE:
+        raise ValueError(f"sync.transport is {transport!r} and a fake engine takes no tensors: set it to 'disk'")
+
+
+def check_transport(parameters: Parameters) -> None:
+    """ValueError for pushes that cannot reach the GPUs of engines that this run starts."""
+    perf, engines, transport = parameters.perf, parameters.engines, parameters.sync.transport
+    if engines.rollout != "sglang" or engines.sglang_urls:
+        return
+    if transport == "distributed" and perf.colocate:
+        raise ValueError(
+            "sync.transport is 'distributed' and NCCL takes one member on each GPU: turn perf.colocate off, or set it "
+            "to 'tensor'"
+        )
+    if transport == "tensor" and not (perf.colocate and engines.rollout_engines == 1):
+        raise ValueError(
+            "sync.transport is 'tensor' and reaches only an engine on the trainer's first GPU: have one rollout engine "
+            "and perf.colocate on, or set it to 'distributed' or 'delta'"
+        )
+
+
+def _gpu_bytes() -> int | None:
+    """Of this machine, as Ray will see it: a driver that does not answer has no GPUs."""
+    try:
+        return gpu_bytes()
+    except DriverSilent:
+        return None
+
+
+def has_gpus() -> bool:
+    return _gpu_bytes() is not None
+
+
+def check_gpus(config: dict[str, Any], parameters: Parameters) -> None:
+    """ValueError where this machine has GPUs that the run cannot use; those of another machine are not known."""
+    available = _gpu_bytes()
+    if available is None:
+        return
+    check_transport(parameters)
+    check_memory(config, parameters, available)
+    if parameters.engines.train == "megatron":
+        require_cuda()
