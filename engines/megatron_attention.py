@@ -5,10 +5,12 @@ passes through Megatron's layers, pipelines and recomputation in the place of th
 """
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,7 +30,10 @@ def boundaries(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _varlen_options(group: int) -> dict[str, Any]:
-    """Causal, with `group` query heads a key-value head, in the words of the torch that is installed."""
+    """Causal, with `group` query heads a key-value head, in the words of the torch that is installed.
+
+    Torch without `enable_gqa` asks nothing: its kernels take fewer key-value heads as they are.
+    """
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     return causal | ({"enable_gqa": group > 1} if "enable_gqa" in known else {})
@@ -48,10 +53,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def packed_flash(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, options: dict[str, Any]) -> Tensor:
     """Attention inside each sample of `[tokens, heads, head_dim]`, 16-bit, by the variable-length flash kernels."""
-    longest, group = starts.shape[1], query.shape[1] // key.shape[1]
-    if group > 1 and "enable_gqa" not in options:
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    offsets = starts[:, 0].contiguous()
+    longest, offsets = starts.shape[1], starts[:, 0].contiguous()
     mixed: Tensor = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
     return mixed
 
@@ -93,8 +95,18 @@ class CausalAttention(torch.nn.Module):
         return packed_padded(*rows).flatten(1).unsqueeze(1)
 
 
+class RowLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's, which does not pass its group on: each product would warn of that and end a compiled graph."""
+
+    def _forward_impl(self, **options: Any) -> Any:
+        return super()._forward_impl(**options | {"tp_group": self.tp_group})
+
+
 def layer_spec(*, qk_norm: bool) -> Any:
     """Megatron's local transformer layer with RMS norms and this attention."""
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp
+    attention.core_attention, attention.linear_proj = CausalAttention, RowLinear
+    # A spec in megatron-core 0.16, a partial in 0.19.
+    (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc2 = RowLinear
     return spec

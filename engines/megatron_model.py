@@ -4,7 +4,6 @@ Gradients are summed over micro-batches and data-parallel ranks, never averaged:
 """
 
 import math
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -136,12 +135,28 @@ def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GP
 
 def compile_layers(gpt: GPTModel, backend: str = "inductor") -> None:
     """Each layer as one graph, which all layers share."""
-    settings = torch._dynamo.config
-    settings.recompile_limit = 64  # with and without gradients, one sample and several, fixed and varying lengths
-    # Megatron warns at every matrix product that its group is the usual one, which would cut the graph there.
-    getattr(settings, "ignore_logging_functions", set()).add(warnings.warn)
+    _prepare_to_compile(gpt)
     for layer in gpt.decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def compile_decoder(gpt: GPTModel, backend: str = "inductor") -> None:
+    """All layers as one graph: one call in place of many, and as many times longer to compile."""
+    _prepare_to_compile(gpt)
+    gpt.decoder.forward = torch.compile(gpt.decoder.forward, backend=backend, dynamic=True)
+
+
+def _prepare_to_compile(gpt: GPTModel) -> None:
+    torch._dynamo.config.recompile_limit = 64  # with and without gradients, one sample and several, any lengths
+    gpt.decoder.register_forward_pre_hook(_own_input, with_kwargs=True)
+
+
+def _own_input(decoder: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The embeddings as a tensor like those between layers: as Megatron's view, they need a graph of their own."""
+    embedded = named["hidden_states"]
+    if embedded is not None:
+        named["hidden_states"] = embedded.clone(memory_format=torch.contiguous_format)
+    return positional, named
 
 
 def compiles(perf: PerfSection) -> bool:

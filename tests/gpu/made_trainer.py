@@ -1,5 +1,8 @@
 """A Megatron trainer with random weights of a Qwen3's shape, in this process, and batches for it."""
 
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,15 @@ from milepost.engines import megatron_world
 from milepost.engines.losses import get_loss
 from milepost.engines.megatron_batch import MicroBatch, Sample, loss_columns, micro_batch
 from milepost.engines.megatron_memory import Parked
-from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
+from milepost.engines.megatron_model import (
+    build_model,
+    build_optimizer,
+    compile_decoder,
+    compile_layers,
+    device,
+    set_rates,
+    wrap_model,
+)
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.model_layout import parameter_count, read_shape
 from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
@@ -36,25 +47,55 @@ def hf_config(size: str) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Variant:
+    """How a trainer is compiled, and whether its kernels must add in one order."""
+
+    compile: Callable[[Any], None] | None = compile_layers
+    deterministic: bool = True
+    cpp_wrapper: bool = False
+
+    def settings(self) -> contextlib.AbstractContextManager[Any]:
+        """In which it is built and runs: launches from C++ in place of Python, or not."""
+        from torch._inductor import config
+
+        patch: contextlib.AbstractContextManager[Any] = config.patch(cpp_wrapper=self.cpp_wrapper)
+        return patch
+
+
+VARIANTS = {
+    "eager": Variant(compile=None),
+    "layers": Variant(),
+    "layers-any-order": Variant(deterministic=False),
+    "layers-cpp": Variant(cpp_wrapper=True),
+    "decoder": Variant(compile=compile_decoder),
+    "decoder-any-order": Variant(compile=compile_decoder, deterministic=False),
+    "decoder-cpp": Variant(compile=compile_decoder, cpp_wrapper=True),
+}
+
+
 class Trainer:
     """What MegatronRank is made of, with random weights, and without tables."""
 
-    def __init__(self, size: str, perf: PerfSection, *, deterministic: bool) -> None:
-        self.config, self.perf = hf_config(size), perf
+    def __init__(self, size: str, perf: PerfSection, variant: str) -> None:
+        self.size, self.variant, self.config, self.perf = size, variant, hf_config(size), perf
+        chosen, on_gpu = VARIANTS[variant], torch.cuda.is_available()
         shape, model = read_shape(self.config), ModelSection()
         megatron_world.keep_to_loopback(megatron_world.LOOPBACK)
         store = megatron_world.open_store(megatron_world.LOOPBACK, 1)
         megatron_world.join_world(store, rank=0, world=1, model=model)
         megatron_world.seed_streams(0)
-        if not deterministic:
+        if not chosen.deterministic:
             torch.use_deterministic_algorithms(False)
         gpt = build_model(shape, model, perf)
+        if chosen.compile is not None and on_gpu:
+            chosen.compile(gpt)
         with torch.no_grad():
             for parameter in gpt.parameters():
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.gpt, self.model = gpt, wrap_model(gpt)
         self.optimizer = build_optimizer(self.model, OptimizerSection(), perf)
-        self.passes = Passes(self.model, shape, 1.0, compiled=compiles(perf))
+        self.passes = Passes(self.model, shape, 1.0, compiled=chosen.compile is not None and on_gpu)
         self.parked = Parked()
 
     def micro_batches(self, lengths: list[int], count: int) -> tuple[list[Sample], list[MicroBatch]]:
