@@ -11,18 +11,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from milepost.engines import megatron_batch, megatron_checkpoint, megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
-from milepost.engines.digest import combined_digest, tensor_digests, weights_digest
 from milepost.engines.hf_export import local_path
 from milepost.engines.losses import get_loss
 from milepost.engines.megatron_memory import Parked, kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
+from milepost.engines.megatron_outgoing import OutgoingWeights
 from milepost.engines.megatron_step import Passes, denominators
-from milepost.engines.megatron_weights import HfFolder, gather_weights, load_weights
+from milepost.engines.megatron_weights import HfFolder, load_weights
 from milepost.engines.model_layout import check_layout, read_shape
 from milepost.engines.protocols import (
     CheckpointRef,
@@ -35,9 +34,7 @@ from milepost.engines.protocols import (
     WeightVersion,
 )
 from milepost.engines.schedule import learning_rate
-from milepost.engines.weight_carriers import Carrier, open_carrier
 from milepost.engines.weight_exports import Exports
-from milepost.engines.weight_push import push_tensors
 from milepost.storage import files
 from milepost.storage.parameters import SyncSection
 from milepost.storage.schema import ROLLOUTS
@@ -60,8 +57,7 @@ class MegatronRank:
         self._reference_digest = ""
         self._version: WeightVersion | None = None  # of the weights as they are now, once known
         self._parked = Parked()
-        self._exports = Exports(setup.model_dir, setup.perf.dtype)
-        self._carriers: dict[str, Carrier] = {}
+        self._leaving = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -97,6 +93,9 @@ class MegatronRank:
             self._optimizer = build_optimizer(self._model, self._setup.optimizer, self._setup.perf)
             compiled = compiles(self._setup.perf)
             self._passes = Passes(self._model, self._shape, self._setup.temperature, compiled=compiled)
+        exports = Exports(self._setup.model_dir, self._setup.perf.dtype)
+        self._outgoing = OutgoingWeights(self._gpt, self._shape, exports)
+        self._leaving.callback(self._outgoing.close)
 
     def release_memory(self) -> None:
         """See TrainEngine; on a CPU there is nothing to give up."""
@@ -109,8 +108,7 @@ class MegatronRank:
 
     def close(self) -> None:
         """Leave the other ranks, and engines, so that this process may join others."""
-        for carrier in self._carriers.values():
-            carrier.close()
+        self._leaving.close()
         megatron_world.leave_world()
         self._store = None
 
@@ -189,31 +187,33 @@ class MegatronRank:
         self._version = None if applied else self._version
         return result
 
+    def digest(self) -> str:
+        """See TrainEngine."""
+        with self._working():
+            return self._outgoing.digest()
+
     def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
         with self._working():
-            tensors = gather_weights(self._gpt, self._shape)
-            digest = self._agree(self._exports.write(tensors, uri, kind) if self._rank == 0 else _drain(tensors))
+            digest = self._outgoing.write(uri, kind)
         self._named(WeightVersion(step, digest))
-        return self._exports.named(uri, self._version)
+        return self._outgoing.written(uri, WeightVersion(step, digest))
 
     def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
         return self.weights(uri, version.step) if self._version == version else None
 
     def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport | None:
-        """See TrainEngine; None on all ranks but rank 0. Weights are gathered twice: for their digest, and to go."""
-        started = time.monotonic()
+        """See TrainEngine; None on all ranks but rank 0."""
+        asked = time.monotonic()
         with self._working():
-            tensors = gather_weights(self._gpt, self._shape)
-            digests = tensor_digests(tensors, threads=self._threads)  # empty on other ranks
-            digest = self._agree(combined_digest(digests))
-            tensors = gather_weights(self._gpt, self._shape, to_cpu=False)
-            self._named(WeightVersion(step, digest))
-            if self._rank != 0:
-                _drain(tensors)
-                return None
-            carrier = self._carriers.setdefault(sync.transport, open_carrier(sync.transport))
-            report = push_tensors(tensors, urls, self._version, names=digests, sync=sync, carrier=carrier)
-        return replace(report, metrics=report.metrics | {"seconds": time.monotonic() - started})
+            awake = time.monotonic()
+            version = WeightVersion(step, self._outgoing.digest())
+            digested = time.monotonic()
+            self._named(version)
+            report = self._outgoing.push(urls, version, sync)
+        if report is None:
+            return None
+        spent = {"wake_seconds": awake - asked, "digest_seconds": digested - awake, "seconds": time.monotonic() - asked}
+        return replace(report, metrics=report.metrics | spent)
 
     def _named(self, version: WeightVersion) -> None:
         """Take `version` as the name of the weights as they are."""
@@ -221,29 +221,17 @@ class MegatronRank:
         if not self._progress.optimizer_steps:
             self._reference_digest = version.digest
 
-    def _agree(self, value: str) -> str:
-        """Rank 0's `value`, on every rank."""
-        values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0)
-        agreed: str = values[0]
-        return agreed
-
-    def _digest(self) -> str:
-        """Of the weights as they are."""
-        tensors = gather_weights(self._gpt, self._shape)
-        return self._agree(weights_digest(tensors) if self._rank == 0 else _drain(tensors))
-
     def _reference(self) -> str:
         """Digest of the weights as they were loaded, which the reference role answers from."""
         if not self._reference_digest:
             with self._weights_of("reference"):
-                self._reference_digest = self._digest()
+                self._reference_digest = self._outgoing.digest()
         return self._reference_digest
 
     def _current_version(self) -> WeightVersion:
         """The version last exported while the weights are still those, else the count of optimizer steps."""
         if self._version is None:
-            self._version = WeightVersion(self._progress.optimizer_steps, self._digest())
+            self._version = WeightVersion(self._progress.optimizer_steps, self._outgoing.digest())
         return self._version
 
     def save(self, uri: str) -> CheckpointRef:
@@ -274,13 +262,6 @@ class MegatronRank:
                 f"{self._setup.model_dir!r} holds {reference[:16]}: give model.path the model it was trained from"
             )
         self._version = ref.version
-
-
-def _drain(tensors: Any) -> str:
-    """Take part in gathering weights that rank 0 reads."""
-    for _ in tensors:
-        pass
-    return ""
 
 
 def _throughput(samples: list[megatron_batch.Sample], seconds: float) -> dict[str, float]:

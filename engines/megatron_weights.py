@@ -32,14 +32,22 @@ class Weight:
 
 
 def weights_of(shape: ModelShape) -> list[Weight]:
-    """Every weight of the model in a fixed order, each once; a tied output layer is the embedding."""
+    """Every weight of the model in a fixed order, each once; a tied output layer is the embedding.
+
+    The largest come first, so that those who work on several at a time end with small ones.
+    """
     found = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")]
+    if not shape.tied:
+        found.append(Weight("output_layer.weight", ("lm_head.weight",), "vocab"))
     for layer in range(shape.layers):
         found += _layer(shape, layer)
     found.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",), "whole"))
-    if not shape.tied:
-        found.append(Weight("output_layer.weight", ("lm_head.weight",), "vocab"))
     return found
+
+
+def hf_names(shape: ModelShape) -> list[str]:
+    """What `gather_weights` gathers."""
+    return [name for weight in weights_of(shape) for name in weight.hf_names]
 
 
 def _layer(shape: ModelShape, layer: int) -> list[Weight]:
@@ -85,23 +93,28 @@ def split(kind: Kind, tensors: Sequence[Tensor], shape: ModelShape, *, rank: int
 
 
 def join(kind: Kind, slices: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The Hugging Face tensors whose slices the tensor-parallel ranks hold, in rank order."""
+    """The Hugging Face tensors whose slices the tensor-parallel ranks hold, in rank order. They may be views."""
     if kind == "whole":
         return [slices[0]]
     if kind == "columns":
-        return [torch.cat(list(slices), dim=1)]
+        return [_joined(slices, dim=1)]
     if kind == "vocab":
-        return [torch.cat(list(slices))[: shape.vocab]]
+        return [_joined(slices)[: shape.vocab]]
     if kind == "gate_up":
         halves = [part.chunk(2) for part in slices]
-        return [torch.cat([half[index] for half in halves]) for index in range(2)]
+        return [_joined([half[index] for half in halves]) for index in range(2)]
     if kind == "qkv":
         tail = slices[0].shape[1:]
-        per_group = torch.cat([part.reshape(shape.kv_heads // len(slices), -1, *tail) for part in slices])
+        per_group = _joined([part.reshape(shape.kv_heads // len(slices), -1, *tail) for part in slices])
         query = shape.heads // shape.kv_heads * shape.head_dim
         parts = per_group.split([query, shape.head_dim, shape.head_dim], dim=1)
         return [part.reshape(-1, *tail) for part in parts]
-    return [torch.cat(list(slices))]
+    return [_joined(slices)]
+
+
+def _joined(slices: Sequence[Tensor], *, dim: int = 0) -> Tensor:
+    """The slices behind each other; one alone is not copied."""
+    return slices[0] if len(slices) == 1 else torch.cat(list(slices), dim=dim)
 
 
 class HfFolder:
@@ -218,9 +231,9 @@ def _gather_slices(local: Tensor) -> Tensor:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     if ranks == 1:
         return local.unsqueeze(0)
-    slices = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(slices, local.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return torch.stack(slices)
+    slices = local.new_empty((ranks * local.shape[0], *local.shape[1:]))
+    dist.all_gather_into_tensor(slices, local.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return slices.view(ranks, *local.shape)
 
 
 def _to_first_stage(slices: Tensor | None, owner: int, size: torch.Size, model: torch.nn.Module) -> Tensor | None:

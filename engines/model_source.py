@@ -28,7 +28,7 @@ def resolve_model(path: str, cache_dir: str) -> str:
         return _from_package(path, cache_dir)
     local = Path(path).expanduser()
     if local.is_dir():
-        return str(check_folder(local))
+        return str(check_folder(local.absolute()))  # whoever reads it next may be in another folder
     if local.is_file():
         if local.suffix.lower() != ".gguf":
             raise ValueError(f"model file {path!r} is not a .gguf file: give a Hugging Face folder or a GGUF file")

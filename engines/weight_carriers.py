@@ -1,102 +1,105 @@
 """How buckets travel from rank 0 of a trainer into engines: memory on one machine, or a broadcast."""
 
-import base64
-import io
 import threading
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
-import torch.multiprocessing  # teaches ForkingPickler tensors
+from torch import Tensor
 
 from milepost.engines.megatron_world import open_store, own_address
 from milepost.engines.weight_buckets import Named, flatten, layout
 from milepost.engines.weight_group import WeightGroup
 from milepost.engines.weight_link import EngineLink, PushFailed
 from milepost.engines.weight_memory import SharedBucket
-from milepost.engines.weight_targets import Check, Targets
+from milepost.engines.weight_payload import pickled
+from milepost.engines.weight_targets import IN_FLIGHT, Answers, Check, Targets
 
 JOIN_SECONDS = 60.0
 POLL_SECONDS = 0.01
+UPDATE = "/update_weights_from_distributed"
 
 
 class Carrier(Protocol):
-    """One way. It is opened for each push, before any engine is paused, and may keep what it opened."""
+    """One way. It is opened for each push, before any engine is paused, and may keep what it opened.
+
+    `send` may return while engines still load the bucket, so that the next is gathered meanwhile; `settle` waits until
+    they have loaded everything, and drops those that could not.
+    """
 
     def open(self, targets: Targets) -> None: ...
     def send(self, targets: Targets, bucket: Sequence[Named]) -> None: ...
+    def settle(self, targets: Targets) -> None: ...
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Lent:
+    """A bucket that engines read from the sender's memory: it lives until all have answered."""
+
+    answers: Answers
+    flat: Tensor
+    shared: SharedBucket | None
+
+
 class SharedMemory:
-    """Engines on the trainer's machine: on a GPU they open its memory, else a copy in shared memory."""
+    """Engines on the trainer's machine: on a GPU they open its memory, else a copy in shared memory.
+
+    An engine loads buckets in any order, one at a time, and reads the request for one while it loads another. Each
+    costs it the opening and closing of the memory, which torch does not keep open: few large buckets are fastest.
+    """
+
+    def __init__(self) -> None:
+        self._lent: deque[_Lent] = deque()
 
     def open(self, targets: Targets) -> None:
         """Nothing to open."""
 
     def send(self, targets: Targets, bucket: Sequence[Named]) -> None:
-        if any(link.is_embedded for link in targets.links.values()):
-            shared = SharedBucket(bucket)
-            try:
-                self._ask(targets, shared.body, embedded=True)
-            finally:
-                shared.close()
-        if any(not link.is_embedded for link in targets.links.values()):
-            payload, load_format = _payload(bucket)
-            text, kept = _pickled(payload)
-            body = {"serialized_named_tensors": [text], "load_format": load_format, "flush_cache": False}
-            self._ask(targets, body, embedded=False)
-            del kept  # the engines open the sender's memory: it lives until all have answered
+        while len(self._lent) >= IN_FLIGHT:
+            self._take_back(targets)
+        flat, described = flatten(bucket), layout(bucket)
+        links = targets.links.values()
+        text = pickled(flat, described) if any(not link.is_embedded for link in links) else ""
+        shared = SharedBucket(flat, described) if any(link.is_embedded for link in links) else None
 
-    def _ask(self, targets: Targets, body: dict[str, Any], *, embedded: bool) -> None:
         def ask(link: EngineLink) -> None:
-            if link.is_embedded == embedded:
-                ranks = {} if embedded else {"serialized_named_tensors": body["serialized_named_tensors"] * link.ranks}
-                link.ask("/update_weights_from_tensor", body | ranks)
+            served = {"serialized_named_tensors": [text] * link.ranks, "load_format": "flattened_bucket"}
+            body = shared.body if shared and link.is_embedded else served | {"flush_cache": False}
+            link.ask("/update_weights_from_tensor", body)
 
-        targets.each(ask)
+        self._lent.append(_Lent(targets.start(ask), flat, shared))
+
+    def settle(self, targets: Targets) -> None:
+        while self._lent:
+            self._take_back(targets)
+
+    def _take_back(self, targets: Targets) -> None:
+        lent = self._lent.popleft()
+        targets.settle(lent.answers)
+        if lent.shared is not None:
+            lent.shared.close()
 
     def close(self) -> None:
         """Nothing is kept."""
 
 
-def _payload(bucket: Sequence[Named]) -> tuple[object, str | None]:
-    """What SGLang unpickles, and the format it knows it by."""
-    if not bucket[0][1].is_cuda:
-        return [(name, tensor.detach().clone()) for name, tensor in bucket], None  # sharing moves a tensor
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    monkey_patch_torch_reductions()  # SGLang's own: devices are named by what they are, not by their number
-    flat = FlattenedTensorBucket(named_tensors=list(bucket))
-    return {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}, "flattened_bucket"
-
-
-def _pickled(payload: object) -> tuple[str, object]:
-    """What SGLang's MultiprocessingSerializer makes of `payload`, and what has to live until it is opened.
-
-    Memory is shared by name: a descriptor cannot be handed over HTTP, and SGLang dies of one that it cannot open.
-    """
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(payload)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    return base64.b64encode(buffer.getvalue()).decode(), payload
-
-
 class Broadcast:
-    """Engines anywhere, in one process group with rank 0 of the trainer. It is kept while the engines are the same."""
+    """Engines anywhere, in one process group with rank 0 of the trainer. It is kept while the engines are the same.
+
+    A broadcast begins when all have loaded the one before: two requests may reach an engine in another order than the
+    one that rank 0 broadcasts in, and the trainer's own collectives must not meet a broadcast on its GPU.
+    """
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None
         self._urls: list[str] = []
+        self._answers: Answers = {}
 
     def open(self, targets: Targets) -> None:
         if self._group is not None and self._urls == list(targets.links):
@@ -119,8 +122,13 @@ class Broadcast:
             "flush_cache": False,
         }
         sending = partial(self._group.send, flatten(bucket))
-        path = "/update_weights_from_distributed"
-        targets.together(path, lambda link: link.ask(path, body), sending)
+        self.settle(targets)
+        if targets.links:
+            self._answers = targets.start_together(UPDATE, lambda link: link.ask(UPDATE, body), sending)
+
+    def settle(self, targets: Targets) -> None:
+        answers, self._answers = self._answers, {}
+        targets.settle_together(UPDATE, answers)
         if not targets.links:
             self.close()
 
@@ -157,7 +165,7 @@ class Broadcast:
             link.ask(path, body | {"rank_offset": offsets[link.url]})
 
         urls = list(targets.links)
-        targets.together(path, ask, joining.wait)
+        targets.settle_together(path, targets.start_together(path, ask, joining.wait))
         if targets.links:
             self._group, self._urls = joining.group, urls
 

@@ -4,8 +4,12 @@ SGLang drops a tensor that it does not know in silence, so that only its own ans
 """
 
 import hashlib
+import importlib.util
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -26,6 +30,7 @@ _ROWS = ("o_proj.weight", "down_proj.weight")
 _WEIGHTS = (".weight", ".bias")
 _TIED = "lm_head.weight"
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+GPU_HASH = "kernels/ops/memory/gpu_tensor_hash.py"
 
 
 def engine_name(name: str) -> tuple[str, int, int]:
@@ -38,7 +43,8 @@ def engine_name(name: str) -> tuple[str, int, int]:
 class SentTensors:
     """The checksums that engines are to answer with, for all of what was sent or for a sample, by name.
 
-    `splits` are the tensor-parallel sizes of the engines.
+    `splits` are the tensor-parallel sizes of the engines. A thread works them out while engines load, as each checksum
+    of a GPU's tensor waits for the GPU; whoever makes this closes it.
     """
 
     def __init__(
@@ -51,8 +57,13 @@ class SentTensors:
         self._places = [(rank, ranks) for ranks in splits for rank in range(ranks)]
         self._parts: dict[str, dict[int, Tensor]] = {}  # of fused tensors that are not complete yet
         self._checksums: dict[tuple[str, int, int], str] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._pending: list[Future[None]] = []
 
     def remember(self, bucket: Sequence[Named]) -> None:
+        """Work on `bucket` once those before it are done, so that the tensors of few are kept."""
+        self._wait()
+        self._pending.clear()
         for name, tensor in bucket:
             fused, index, count = engine_name(name)
             if fused not in self._checked:
@@ -60,7 +71,8 @@ class SentTensors:
             parts = self._parts.setdefault(fused, {})
             parts[index] = tensor
             if len(parts) == count:
-                self._complete(fused, [parts[index] for index in range(count)])
+                ordered = [parts[index] for index in range(count)]
+                self._pending.append(self._pool.submit(self._complete, fused, ordered))
                 del self._parts[fused]
 
     def _complete(self, name: str, parts: Sequence[Tensor]) -> None:
@@ -68,8 +80,16 @@ class SentTensors:
             held = torch.cat([_slice(name, part, rank, ranks) for part in parts])
             self._checksums[name, rank, ranks] = checksum(held)
 
+    def _wait(self) -> None:
+        for complete in self._pending:
+            complete.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
     def differences(self, found: Mapping[str, str], *, rank: int, ranks: int) -> str:
         """What is wrong with the checksums of tensor-parallel rank `rank`; empty when nothing is."""
+        self._wait()
         missing = sorted(self._names - found.keys())
         unsent = sorted(name for name in found.keys() - self._names if name.endswith(_WEIGHTS) and name != _TIED)
         if missing or unsent:
@@ -93,10 +113,25 @@ def _slice(name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
 def checksum(tensor: Tensor) -> str:
     """As SGLang's weights checker works it out where the tensor is."""
     if tensor.is_cuda:
-        from sglang.srt.managers.mm_utils import tensor_hash
-
-        return f"{tensor_hash(tensor):016x}"
+        with torch.cuda.device(tensor.device):  # of this thread, which is where the kernel is launched
+            return f"{_gpu_hash()(tensor):016x}"
     return hashlib.sha256(as_bytes(tensor).numpy().data).digest()[:8].hex()
+
+
+@cache
+def _gpu_hash() -> Callable[[Tensor], int]:
+    """SGLang's own, out of its file, which needs nothing else of SGLang: importing its packages takes many seconds."""
+    package = importlib.util.find_spec("sglang")
+    folders = package.submodule_search_locations if package else None
+    file = next((path for folder in folders or [] if (path := Path(folder, GPU_HASH)).is_file()), None)
+    if file is None:
+        raise LookupError(f"sglang has no {GPU_HASH} to check weights with: install the extra milepost[sglang]")
+    spec = importlib.util.spec_from_file_location("sglang.kernels.ops.memory.gpu_tensor_hash", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[Tensor], int] = module.gpu_tensor_hash
+    return found
 
 
 def checked_ranks(answer: Mapping[str, object]) -> Sequence[tuple[Mapping[str, str], int, int]]:

@@ -2,14 +2,13 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from milepost.engines.weight_buckets import Layout, Named, byte_count, flatten, layout, unflatten
+from milepost.engines.weight_buckets import Layout, byte_count, unflatten
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -17,12 +16,11 @@ SHARED_MEMORY = Path("/dev/shm")
 class SharedBucket:
     """The memory is given back when this is closed."""
 
-    def __init__(self, bucket: Sequence[Named]) -> None:
-        flat = flatten(bucket)
+    def __init__(self, flat: Tensor, described: Layout) -> None:
         folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         descriptor, self._path = tempfile.mkstemp(prefix="milepost-", dir=folder)
         os.close(descriptor)
-        self.body: dict[str, Any] = {"shared_memory": self._path, "tensors": layout(bucket)}
+        self.body: dict[str, Any] = {"shared_memory": self._path, "tensors": described}
         torch.from_file(self._path, shared=True, size=flat.numel(), dtype=torch.uint8).copy_(flat)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from milepost.engines.weight_link import EngineLink, PushFailed
 
 POLL_SECONDS = 0.001
 GRACE_SECONDS = 2.0
+IN_FLIGHT = 2  # one bucket is loaded while the next is on its way
 
 Check = Callable[[], None]
 Answers = Mapping[str, Future[Any]]
@@ -22,28 +23,48 @@ class Targets:
         self.deadline = time.monotonic() + seconds
         self.failed: dict[str, str] = {}
         self.links: dict[str, EngineLink] = {}
-        self._pool = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="push")
+        self._pool = ThreadPoolExecutor(max(1, IN_FLIGHT * len(urls)), thread_name_prefix="push")
         found = {url: self._pool.submit(EngineLink, url, self.deadline) for url in urls}
-        self._settle(found)
+        self.settle(found)
         self.links = {url: link.result() for url, link in found.items() if url not in self.failed}
 
     def each(self, ask: Callable[[EngineLink], object]) -> None:
         """Ask every engine, and drop those that fail."""
-        self._settle({url: self._pool.submit(ask, link) for url, link in self.links.items()})
+        self.settle(self.start(ask))
 
-    def together(self, what: str, ask: Callable[[EngineLink], object], do: Callable[[Check], None]) -> None:
+    def start(self, ask: Callable[[EngineLink], object]) -> Answers:
+        """Ask every engine, whose answers are settled later. Up to `IN_FLIGHT` questions may be open."""
+        return {url: self._pool.submit(ask, link) for url, link in self.links.items()}
+
+    def settle(self, answers: Answers) -> None:
+        """Wait for all answers, and drop those that failed."""
+        for url, answer in answers.items():
+            try:
+                answer.result()
+            except PushFailed as error:
+                self._drop(url, str(error))
+
+    def start_together(self, what: str, ask: Callable[[EngineLink], object], do: Callable[[Check], None]) -> Answers:
         """Ask every engine for `what` and meanwhile `do` what all take part in: when one fails, so do the others.
 
         `do` calls the check that it is given while it waits, which raises when an engine has failed or time is up.
         """
-        answers = {url: self._pool.submit(ask, link) for url, link in self.links.items()}
+        answers = self.start(ask)
         try:
             do(lambda: self._check(what, answers))
+        except RuntimeError as error:  # PushFailed, or torch's word for a group that lost a member
+            self._drop_all(answers, error)
+            return {}
+        return answers
+
+    def settle_together(self, what: str, answers: Answers) -> None:
+        """Wait for answers of `start_together`: when one failed, so did the others."""
+        try:
             while not all(answer.done() for answer in answers.values()):
                 self._check(what, answers)
                 time.sleep(POLL_SECONDS)
             self._check(what, answers)
-        except RuntimeError as error:  # PushFailed, or torch's word for a group that lost a member
+        except PushFailed as error:
             self._drop_all(answers, error)
 
     def close(self) -> None:
@@ -70,15 +91,9 @@ class Targets:
         for url in answers:
             self._drop(url, own.get(url, f"the broadcast to {url} was given up: {first}"))
 
-    def _settle(self, answers: Answers) -> None:
-        for url, answer in answers.items():
-            try:
-                answer.result()
-            except PushFailed as error:
-                self._drop(url, str(error))
-
     def _drop(self, url: str, reason: str) -> None:
-        self.failed[url] = reason
+        """The first reason counts: what was in flight with it fails over it."""
+        self.failed.setdefault(url, reason)
         link = self.links.pop(url, None)
         if link is not None:
             self._pool.submit(link.give_up)

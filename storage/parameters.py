@@ -178,8 +178,8 @@ class SyncSection(Section):
     """Whole folders, changed bytes only, shared memory on one machine, or a broadcast to other machines."""
     checksum: Literal["sampled", "full"] = "sampled"
     """Which of the tensors that an engine received are compared with what was sent."""
-    bucket_bytes: PositiveInt = 512 * 1024 * 1024
-    """Bytes that `tensor` and `distributed` send at a time."""
+    bucket_bytes: PositiveInt = 1024**3
+    """Bytes that `tensor` and `distributed` send at a time, of which a trainer holds three such buckets at most."""
     timeout_seconds: PositiveFloat = 600.0
     """Deadline for all engines to load a version."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"

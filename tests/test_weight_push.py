@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +21,7 @@ from milepost.engines.rollout_actor import start_rollout_engine
 from milepost.engines.served_engine import EmbeddedEngine
 from milepost.engines.weight_carriers import Carrier, open_carrier
 from milepost.engines.weight_push import push_tensors
+from milepost.engines.weight_targets import IN_FLIGHT
 from milepost.storage.parameters import SyncSection
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -96,6 +98,42 @@ def test_every_engine_holds_what_was_pushed_push_after_push(
         assert report.metrics["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
         assert [engine.label() for engine in engines] == [str(report.version)] * 2
         assert [engine.actor.weight_version() for engine in engines] == [report.version] * 2
+
+
+def test_the_time_that_engines_take_part_in_leaves_out_what_was_done_before(
+    engines: list[Engine], carrier: Carrier, tensors: Tensors
+) -> None:
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        time.sleep(0.5)
+        yield from tensors.items()
+
+    version, sync = WeightVersion(1, weights_digest(tensors.items())), SyncSection(timeout_seconds=30)
+    started = time.monotonic()
+    report = push_tensors(slowly(), [engines[0].url], version, names=tensors, sync=sync, carrier=carrier)
+    taken = report.metrics
+    assert 0.5 < taken["gather_seconds"] < time.monotonic() - started - taken["transfer_seconds"]
+    parts = taken["begin_seconds"] + taken["send_seconds"] + taken["check_seconds"]
+    assert taken["transfer_seconds"] == pytest.approx(parts)
+
+
+def test_only_a_few_buckets_are_alive_at_a_time(engines: list[Engine], carrier: Carrier, tensors: Tensors) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    peak = 0
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal peak
+        for name, tensor in tensors.items():
+            copied = tensor.clone()
+            alive.add(copied)
+            peak = max(peak, sum(one.nbytes for one in alive))
+            yield name, copied
+            del copied
+
+    version = WeightVersion(1, weights_digest(tensors.items()))
+    sync = SyncSection(bucket_bytes=20_000, timeout_seconds=30)
+    report = push_tensors(counted(), [engines[0].url], version, names=tensors, sync=sync, carrier=carrier)
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert report.failed == {} and peak <= 20_000 + largest < report.metrics["bytes"] / 2
 
 
 def test_an_engine_that_lacks_a_tensor_keeps_its_weights_and_a_label_that_is_no_version(
@@ -200,6 +238,17 @@ def test_an_engine_that_sleeps_is_left_behind_and_the_others_get_the_weights(
 ) -> None:
     report = pushed(tensors, [engines[0].url, faulty.url], open_carrier("tensor"), seconds=3)
     assert "did not answer /update_weights_from_tensor before the deadline" in report.failed[faulty.url]
+    assert engines[0].actor.weight_version() == report.version
+
+
+@pytest.mark.parametrize("faulty", [("/update_weights_from_tensor", "refuses")], indirect=True)
+def test_an_engine_that_refuses_a_bucket_is_asked_for_no_more_than_is_on_its_way(
+    engines: list[Engine], tensors: Tensors, faulty: FaultyEngine
+) -> None:
+    report = pushed(tensors, [engines[0].url, faulty.url], open_carrier("tensor"))
+    refused = "refused /update_weights_from_tensor (500): out of memory"
+    assert report.failed == {faulty.url: f"{faulty.url} {refused}"}
+    assert faulty.asked.count("/update_weights_from_tensor") == IN_FLIGHT
     assert engines[0].actor.weight_version() == report.version
 
 

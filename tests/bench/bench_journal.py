@@ -17,7 +17,7 @@ from bench_orchestration import fake_parameters
 from safetensors import safe_open
 
 from milepost.engines.digest import weights_digest
-from milepost.flows.data import make_reasoning_gym
+from milepost.flows.gym_data import make_reasoning_gym
 from milepost.flows.recipe import load_recipe
 from milepost.flows.services import prefect_api
 from milepost.flows.train import train

@@ -7,7 +7,9 @@ log-probabilities of both sides before and after, and memory given up and taken 
 import argparse
 import asyncio
 import json
+import math
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from made_trainer import hf_config
-from safetensors.torch import save_file
+from engine_table import tables
+from made_model import SMOLLM2, random_model
+from made_trainer import SIZES
+from stored_runs import sglang_python
 
 from milepost.engines.fleet import Fleet, fleet, joined_cluster
 from milepost.engines.protocols import GenerateRequest, UpdateParams
-from milepost.engines.tokenizer import write_character_tokenizer
+from milepost.flows.engine_checks import check_transport
+from milepost.flows.plan import model_folder
 from milepost.flows.recipe import load_recipe
 from milepost.router.client import HttpGenerate, open_client
 from milepost.storage import runs
@@ -33,23 +38,8 @@ from milepost.tasks.samples import Prompt
 from milepost.tasks.sync import push_weights
 
 TRANSPORTS = ("disk", "delta", "tensor", "distributed")
-DIGITS = "0123456789+-*="
-
-
-def random_model(size: str, folder: Path) -> str:
-    """Qwen3 of that size with random weights, as Hugging Face has it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    write_character_tokenizer(str(folder), DIGITS)
-    config = hf_config(size)
-    rest = {key: value for key, value in config.items() if key != "architectures"}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **rest), dtype=torch.bfloat16)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = config["architectures"]
-    model.config.save_pretrained(folder)
-    return str(folder)
+SIZE_SECONDS = 150.0  # that a size takes at least
+PARTS = ("wake", "digest", "open", "gather", "begin", "send", "check", "transfer")  # as push_tensors measures them
 
 
 def parameters(model: str, arguments: argparse.Namespace) -> Parameters:
@@ -68,6 +58,7 @@ def parameters(model: str, arguments: argparse.Namespace) -> Parameters:
         "algorithm.num_steps_per_rollout=1",
         "sync.timeout_seconds=120",
         "optimizer.lr=1e-3",
+        *([f"engines.sglang_python={sglang_python()}"] if arguments.tiny else []),
         *arguments.settings,
     ]
     return load_recipe(None, settings)[0]
@@ -146,6 +137,17 @@ def train_once(found: Fleet, scored: TableRef, folder: Path) -> None:
     assert result.applied, result
 
 
+def broken_down(metrics: dict[str, float]) -> str:
+    """Where a push's time went, in milliseconds, and GB/s while engines took part, with and without the check."""
+    seconds = {name: metrics.get(f"sync/{name}_seconds", 0.0) for name in PARTS}
+    parts = " ".join(f"{name} {1e3 * taken:.1f}" for name, taken in seconds.items() if taken)
+    rates = ""
+    if seconds["transfer"]:
+        gigabytes, loading = metrics["sync/bytes"] / 1e9, seconds["transfer"] - seconds["check"]
+        rates = f", {gigabytes / seconds['transfer']:.1f} GB/s, {gigabytes / loading:.1f} GB/s without the check"
+    return f"{parts} total {1e3 * metrics['sync/seconds']:.1f} ms{rates}"
+
+
 def pushes(found: Fleet, settings: Parameters, folder: RunFolder, vocab: int, transports: list[str]) -> list[Any]:
     """Three pushes by each transport, after a step of the trainer, the second and third on what the first opened."""
     rows = []
@@ -154,6 +156,8 @@ def pushes(found: Fleet, settings: Parameters, folder: RunFolder, vocab: int, tr
         sync = settings.sync.model_copy(update={"transport": transport})
         taken: dict[str, Any] = {"transport": transport}
         try:
+            if torch.cuda.is_available():
+                check_transport(settings.model_copy(update={"sync": sync}))
             train_once(found, scored, Path(folder.uri))
             taken["before"], _ = difference(found, settings, Path(folder.uri), vocab)
             for attempt in range(3):
@@ -168,6 +172,7 @@ def pushes(found: Fleet, settings: Parameters, folder: RunFolder, vocab: int, tr
                     )
                 )
                 taken[f"push {attempt}"] = pushed.metrics
+                print(f"{transport}, push {attempt}: {broken_down(pushed.metrics)}", flush=True)
             taken["after"], scored = difference(found, settings, Path(folder.uri), vocab)
         except Exception as error:  # the other transports are measured all the same
             taken["error"] = f"{type(error).__name__}: {error}"
@@ -187,36 +192,56 @@ def memory(found: Fleet) -> dict[str, float]:
     return taken
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
-    parser.add_argument("--size", default="0.6B")
-    parser.add_argument("--apart", action="store_true", help="trainer and engine on a GPU each")
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--transports", default=",".join(TRANSPORTS))
-    parser.add_argument("--set", action="append", default=[], dest="settings", help="section.field=value")
-    parser.add_argument("--out", default=os.environ.get("OUT", "."))
-    arguments = parser.parse_args()
-    size = "tiny" if arguments.tiny else arguments.size
-    if arguments.tiny:
-        arguments.prompt_tokens, arguments.new_tokens = 16, 16
-    result: dict[str, Any] = {"size": size, "arguments": vars(arguments)}
-    with tempfile.TemporaryDirectory() as name, joined_cluster(None):
+def measure_size(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything of one size, on one server."""
+    result: dict[str, Any] = {"size": size}
+    with tempfile.TemporaryDirectory() as name:
         folder = runs.run_folder(name, "bench")
-        model = random_model(size, Path(name) / "model")
-        vocab = hf_config(size)["vocab_size"]
+        model = model_folder(SMOLLM2) if size == "smollm2" else random_model(size, Path(name) / "model")
+        vocab = json.loads(Path(model, "config.json").read_text())["vocab_size"]
         settings = parameters(model, arguments)
         started = time.perf_counter()
         with fleet("bench", settings, model) as found:
             result["start_seconds"] = time.perf_counter() - started
-            print("started after", result["start_seconds"], flush=True)
+            print(size, "started after", result["start_seconds"], flush=True)
             found.engines[0].resume_memory()
             result["speeds"] = speeds(found, settings, arguments, vocab)
             result["pushes"] = pushes(found, settings, folder, vocab, arguments.transports.split(","))
             result["memory"] = memory(found)
             print(result["memory"], flush=True)
-    Path(arguments.out, f"bench_engine_{size}.json").write_text(json.dumps(result, indent=1, default=str))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--sizes", default="0.6B", help="which of smollm2, " + ", ".join(SIZES))
+    parser.add_argument("--apart", action="store_true", help="trainer and engine on a GPU each")
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--transports", default=",".join(TRANSPORTS))
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="for everything")
+    parser.add_argument("--set", action="append", default=[], dest="settings", help="section.field=value")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.sizes, arguments.prompt_tokens, arguments.new_tokens = "tiny", 16, 16
+    results: list[dict[str, Any]] = []
+    started = time.monotonic()
+    with joined_cluster(None):
+        for size in arguments.sizes.split(","):
+            if results and time.monotonic() - started + SIZE_SECONDS > arguments.limit_seconds:
+                print(f"no time is left for {size}", flush=True)
+                break
+            try:
+                results.append(measure_size(size, arguments))
+            except Exception as error:  # the other sizes are measured all the same
+                results.append({"size": size, "error": f"{type(error).__name__}: {error}"})
+                print(results[-1], flush=True)
+            content = {"arguments": vars(arguments), "sizes": results}
+            Path(arguments.out, "bench_engine.json").write_text(json.dumps(content, indent=1, default=str))
+    print(tables(results), flush=True)
+    sys.exit(any("error" in result for result in results))
 
 
 if __name__ == "__main__":

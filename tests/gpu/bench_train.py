@@ -200,6 +200,8 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     arguments = options()
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
     perf = PerfSection(dtype="bfloat16", recompute=arguments.recompute, packing=not arguments.no_packing)
     device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {"device": device_name, "torch": torch.__version__, "arguments": vars(arguments)}
@@ -213,7 +215,7 @@ def main() -> None:
                 else:
                     moves.append(found)
                 result |= {"rows": [asdict(row) for row in rows], "moves": moves}
-                Path(arguments.out, "bench_train.json").write_text(json.dumps(result, indent=1))
+                (folder / "bench_train.json").write_text(json.dumps(result, indent=1))
             print(table(rows), flush=True)
             torch._dynamo.reset()
             gc.collect()

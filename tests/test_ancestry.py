@@ -1,0 +1,132 @@
+"""Where a checkpoint comes from and where a prompt went, read from run folders alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from milepost.flows.lineage import answer, as_json, mermaid, show
+from milepost.storage import files, manifest, runs
+from milepost.storage.ancestry import SFT_RECORD, Ancestry, Origin, ancestry
+from milepost.storage.runs import RunFolder
+from milepost.storage.touches import touches
+
+from .bench.made_run import MadeRun, make_run
+
+STEPS = 3
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> MadeRun:
+    return make_run(str(tmp_path), STEPS)
+
+
+def child_of(made: MadeRun, name: str, version: int) -> RunFolder:
+    """A run of two steps that began with the weights that `made` exported after `version` steps."""
+    root = Path(made.folder.uri).parent
+    other = make_run(str(root / f"elsewhere-{name}"), 2).folder
+    shutil.copytree(other.uri, root / name)  # tables stay where they were made
+    folder = runs.run_folder(str(root), name)
+    record = json.loads(Path(folder.record).read_text())
+    record |= {"run_id": name, "model": record["model"] | {"folder": made.folder.weights(version)}}
+    Path(folder.record).write_text(json.dumps(record))
+    return folder
+
+
+def test_a_checkpoint_names_every_step_table_and_prompt_behind_it(made: MadeRun) -> None:
+    found = ancestry(made.folder, 2)
+    closed = [manifest.load(made.folder, step) for step in range(2)]
+    assert [step.manifest for step in found.steps] == [manifest.manifest_digest(made.folder, step) for step in range(2)]
+    tables = [ref["digest"] for step in closed for entry in step.commits for ref in entry["tables"].values()]
+    assert [table.digest for step in found.steps for table in step.tables] == tables
+    assert sum(len(prompt.steps) for prompt in found.prompts) == sum(step.accounting["served"] for step in closed)
+    assert found.version == closed[-1].version_out
+    assert found.attempts[0].parameters_digest == runs.load(made.folder).parameters_digest
+
+
+def test_the_ancestry_of_a_checkpoint_goes_on_in_the_run_that_its_run_began_from(made: MadeRun) -> None:
+    child = child_of(made, "child", 2)
+    parent = ancestry(child, 1).parent
+    assert isinstance(parent, Ancestry)
+    assert (parent.run, len(parent.steps)) == ("made", 2)
+    assert isinstance(parent.parent, Origin) and parent.parent.kind == "model"
+
+
+def test_weights_of_supervised_fine_tuning_carry_its_record(made: MadeRun, tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned" / "model"
+    tuned.mkdir(parents=True)
+    (tuned.parent / SFT_RECORD).write_text(json.dumps({"model": "tiny", "steps": 7}))
+    record = json.loads(Path(made.folder.record).read_text())
+    record["model"]["folder"] = str(tuned)
+    Path(made.folder.record).write_text(json.dumps(record))
+    assert ancestry(made.folder, 1).parent == Origin("sft", str(tuned), {"model": "tiny", "steps": 7})
+
+
+def test_a_checkpoint_that_was_removed_is_still_traced(made: MadeRun) -> None:
+    files.remove_folder(made.folder.checkpoint(1))
+    found = ancestry(made.folder, 1)
+    assert found.state != "complete"
+    assert len(found.steps) == 1
+
+
+@pytest.mark.parametrize("version", [0, 4, 99])
+def test_a_version_that_the_run_never_had_is_refused(made: MadeRun, version: int) -> None:
+    with pytest.raises(LookupError, match=f"no checkpoint {version}: its last is 3"):
+        ancestry(made.folder, version)
+
+
+def test_a_prompt_names_every_step_and_checkpoint_that_it_touched(made: MadeRun) -> None:
+    prompt = ancestry(made.folder, STEPS).prompts[0]
+    (found,) = touches(str(Path(made.folder.uri).parent), "prompt", prompt.prompt_id)
+    assert found.served == prompt.steps
+    assert len(found.samples) == 2 * len(prompt.steps)
+    assert set(found.trained) <= set(found.served)
+    first = found.trained[0]
+    assert found.checkpoints == [made.folder.checkpoint(number) for number in (1, 2, 3) if number > first]
+
+
+def test_a_run_that_began_with_touched_weights_has_the_prompt_too(made: MadeRun) -> None:
+    late = next(item for item in ancestry(made.folder, STEPS).prompts if item.steps == [2])
+    child_of(made, "after", 3)
+    child_of(made, "before", 1)
+    root = str(Path(made.folder.uri).parent)
+    found = {touch.run: touch for touch in touches(root, "prompt", late.prompt_id)}
+    trained = bool(found["made"].trained)
+    inherited = {name for name, touch in found.items() if touch.inherited}
+    assert inherited == ({"after"} if trained else set())
+
+
+def test_a_sample_is_traced_like_a_prompt(made: MadeRun) -> None:
+    root = str(Path(made.folder.uri).parent)
+    (found,) = touches(root, "sample", "000001-0-0000-000")
+    assert (found.served, found.samples) == ([1], ["000001-0-0000-000"])
+
+
+def test_what_nobody_had_is_refused(made: MadeRun) -> None:
+    with pytest.raises(LookupError, match="no run in .* has a prompt 'nothing'"):
+        touches(str(Path(made.folder.uri).parent), "prompt", "nothing")
+
+
+@pytest.mark.parametrize("what", ["made", "checkpoint:made", "checkpoint:made@x", "prompt:", "run:made"])
+def test_a_question_of_another_form_is_refused(made: MadeRun, what: str) -> None:
+    with pytest.raises(ValueError, match="give checkpoint:RUN@STEP, prompt:ID or sample:ID"):
+        answer(what, str(Path(made.folder.uri).parent))
+
+
+def test_the_answer_is_a_tree_a_picture_and_json(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    root = str(Path(made.folder.uri).parent)
+    for what in ("checkpoint:made@3", "sample:000001-0-0000-000"):
+        found = answer(what, root)
+        show(found)
+        assert "made" in capsys.readouterr().out
+        assert json.loads(json.dumps(as_json(found)))
+        assert mermaid(found).startswith("flowchart LR\n")
+
+
+def test_lineage_needs_no_prefect_ray_or_mlflow() -> None:
+    code = "import sys, milepost.flows.lineage; print([n for n in ('prefect', 'ray', 'mlflow') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
