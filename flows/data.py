@@ -1,11 +1,9 @@
-"""Prompt sets that are made, not downloaded: tasks with verifiers from reasoning-gym, and arithmetic for small models.
+"""Prompt sets that are made, not downloaded, as files, and arithmetic for small models.
 
 A file is published whole, and made again only into the same bytes.
 """
 
-import dataclasses
 import hashlib
-import importlib
 import io
 import numbers
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from milepost.storage import files
-from milepost.storage.registry import nearest
 from milepost.storage.text import to_json
 
 HELD_OUT_OF_TEN = 2
@@ -42,58 +39,6 @@ class Problem:
     prompt: str
     label: str
     solution: str
-
-
-def make_reasoning_gym(task: str, size: int, seed: int, out: str, **config: Any) -> Summary:
-    """Write `size` problems of a reasoning-gym task to `out` (.parquet or .jsonl). `config` is the task's own.
-
-    Each row's metadata is `{"dataset": task, "entry": {...}}`, what the task's `score_answer` needs. LookupError for an
-    unknown task; ValueError when a problem would be scored differently once it has been stored.
-    """
-    _check_size(size)
-    dataset = _create(task, size=size, seed=seed, **config)
-    score = _stored_scorer(task)
-    rows = []
-    for entry in (dataset[index] for index in range(size)):
-        stored = json_entry(entry)
-        if stored["answer"] is not None and score(stored["answer"], stored) != dataset.score_answer(
-            entry["answer"], entry
-        ):
-            raise ValueError(
-                f"problems of {task!r} cannot be stored as JSON without changing their score: take another"
-            )
-        metadata = {"dataset": task, "entry": stored}
-        rows.append(_row([{"role": "user", "content": entry["question"]}], stored["answer"], metadata))
-    return write_prompts(rows, out)
-
-
-def _gym() -> Any:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError:
-        raise ValueError("reasoning-gym is not installed: pip install 'milepost[envs]'") from None
-
-
-def _create(task: str, **config: Any) -> Any:
-    known = _gym().factory.DATASETS
-    if task not in known:
-        raise LookupError(f"unknown reasoning-gym task {task!r}{nearest(task, list(known))}; known: {sorted(known)}")
-    fields = [field.name for field in dataclasses.fields(known[task][1])]
-    for name in config:
-        if name not in fields:
-            raise ValueError(f"task {task!r} has no option {name!r}{nearest(name, fields)}; known: {sorted(fields)}")
-    try:
-        return _gym().create_dataset(task, **config)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task {task!r} refuses its options {config}: {error}") from error
-
-
-def _stored_scorer(task: str) -> Any:
-    """How a reward will score the task: from its name alone, without the options it was made with."""
-    try:
-        return _gym().get_score_answer_fn(task)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task {task!r} cannot be scored from its name alone ({error}): take another") from error
 
 
 def json_entry(value: Any) -> Any:
@@ -124,10 +69,10 @@ def make_arithmetic(
     size: int, seed: int, *, out: str, split: Split = "train", digits: int = 2, operators: str = OPERATORS
 ) -> Summary:
     """Write `size` different arithmetic problems to `out`; whatever the seeds, no problem is in both splits."""
-    _check_size(size)
+    check_size(size)
     counts = (size, 0) if split == "train" else (0, size)
     train, held_out = arithmetic_problems(counts[0], seed, held_out=counts[1], digits=digits, operators=operators)
-    rows = [_row(problem.prompt, problem.label, {"solution": problem.solution}) for problem in [*train, *held_out]]
+    rows = [row_of(problem.prompt, problem.label, {"solution": problem.solution}) for problem in [*train, *held_out]]
     return write_prompts(rows, out)
 
 
@@ -190,12 +135,12 @@ def _solved(text: str) -> Problem:
     return Problem(text, answer, answer)
 
 
-def _check_size(size: int) -> None:
+def check_size(size: int) -> None:
     if size < 1:
         raise ValueError(f"size is {size}, a prompt set has at least 1 row")
 
 
-def _row(prompt: str | list[dict[str, str]], label: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
+def row_of(prompt: str | list[dict[str, str]], label: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "label": label, "metadata": metadata}
 
 

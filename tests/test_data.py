@@ -12,7 +12,8 @@ import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from milepost.flows.data import arithmetic_problems, json_entry, make_arithmetic, make_reasoning_gym, write_prompts
+from milepost.flows.data import arithmetic_problems, json_entry, make_arithmetic, write_prompts
+from milepost.flows.gym_data import make_reasoning_gym
 from milepost.storage.parameters import DataSection
 from milepost.storage.prompts import PromptSet, load_prompts
 
@@ -53,6 +54,27 @@ def test_options_of_the_task_are_passed_on(tmp_path: Path) -> None:
     made = make_reasoning_gym("chain_sum", 3, 1, str(tmp_path / "a.jsonl"), min_terms=2, max_terms=2)
     entries = [json.loads(prompt.metadata)["entry"] for prompt in load(made.uri).prompts]
     assert {entry["metadata"]["num_terms"] for entry in entries} == {2}
+
+
+def test_a_held_out_set_shares_no_problem_with_the_one_to_train_on(tmp_path: Path) -> None:
+    easy = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    train = make_reasoning_gym("chain_sum", 40, 0, str(tmp_path / "train.parquet"), **easy)
+    held_out = make_reasoning_gym("chain_sum", 20, 1, str(tmp_path / "held_out.jsonl"), without=train.uri, **easy)
+    asked = [{prompt.prompt for prompt in load(made.uri).prompts} for made in (train, held_out)]
+    assert not asked[0] & asked[1]
+    digits = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
+    all_ten = make_reasoning_gym("chain_sum", 200, 0, str(tmp_path / "digits.jsonl"), **digits)
+    with pytest.raises(ValueError, match="has 0 of 3 problems that are not taken"):
+        make_reasoning_gym("chain_sum", 3, 1, str(tmp_path / "more.jsonl"), without=all_ten.uri, **digits)
+
+
+def test_solved_problems_come_before_each_as_turns_or_as_text(tmp_path: Path) -> None:
+    turns = make_reasoning_gym("chain_sum", 2, 0, str(tmp_path / "turns.jsonl"), shots=2)
+    text = make_reasoning_gym("chain_sum", 2, 9, str(tmp_path / "text.jsonl"), shots=2, text=True)
+    messages = json.loads(load(turns.uri).prompts[0].prompt)
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2 + ["user"]
+    lines = json.loads(load(text.uri, template=False).prompts[0].prompt).split("\n")
+    assert lines[0] == f"{messages[0]['content']} {messages[1]['content']}" and lines[2].endswith("=")
 
 
 @pytest.mark.parametrize(
