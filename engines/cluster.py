@@ -83,6 +83,11 @@ def gpus() -> float:
     return float(ray.cluster_resources().get("GPU", 0))
 
 
+def given_gpus() -> list[Any]:
+    """The GPUs that the cluster gave this process; none outside of one."""
+    return list(ray.get_gpu_ids()) if is_connected() else []
+
+
 def own_address() -> str:
     """The address that the cluster reaches this process at: loopback unless Ray has several nodes."""
     if sum(node["Alive"] for node in ray.nodes()) == 1:

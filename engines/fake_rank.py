@@ -29,6 +29,7 @@ class FakeRank:
         self._version: WeightVersion | None = None  # as exported, while the weights are still those
         self._results: dict[str, UpdateResult] = {}
         self._last: UpdateResult | None = None
+        self.is_resting = False
 
     def rendezvous(self) -> tuple[str, int]:
         return "127.0.0.1", 0
@@ -76,10 +77,10 @@ class FakeRank:
         return CheckpointRef(uri, version, self._last.key if self._last else "", {"data_parallel": self._world})
 
     def release_memory(self) -> None:
-        """Nothing to give up."""
+        self.is_resting = True
 
     def resume_memory(self) -> None:
-        """Nothing to take back."""
+        self.is_resting = False
 
     def restore(self, ref: CheckpointRef) -> None:
         checkpoints.require_complete(ref.uri)

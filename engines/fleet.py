@@ -5,10 +5,11 @@ They belong to the process that started them and end with it; others find them b
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
@@ -41,6 +42,12 @@ class Fleet:
     trainer: TrainActors
     engines: list[RolloutActor]
     router_url: str
+
+
+class Closing(Protocol):
+    """What is ended with the fleet."""
+
+    def close(self) -> None: ...
 
 
 ENGINES: dict[str, Any] = {"fake": FakeEngine, "embedded": EmbeddedEngine, "sglang": SglangEngine}
@@ -150,19 +157,27 @@ def fleet(
     """
     with ExitStack() as stack:
         stack.enter_context(reserved(run, parameters))
+        started: list[Closing] = []
+        stack.callback(_close_all, started)
         trainer = create_trainer(run, parameters, model_dir)
-        stack.callback(trainer.close)
+        started.append(trainer)
         engines = []
         for index in range(parameters.engines.rollout_engines):
             engines.append(create_rollout(run, index, parameters, model_dir, options=engine_options))
-            stack.callback(engines[-1].close)
-        graders = GraderPool.start(run, workers=parameters.reward.workers)
-        stack.callback(graders.close)
+            started.append(engines[-1])
+        started.append(GraderPool.start(run, workers=parameters.reward.workers))
         _serve_all(engines, parameters)
         trainer.load()
         router = _start_router(run, engines, parameters)
-        stack.callback(router.close)
+        started.append(router)
         yield Fleet(trainer, engines, router.url())
+
+
+def _close_all(started: Sequence[Closing]) -> None:
+    """All at once: one that hangs delays no other."""
+    with ThreadPoolExecutor(max(1, len(started))) as pool:
+        for closing in [pool.submit(one.close) for one in started]:
+            closing.result()
 
 
 def connect_fleet(run: str, parameters: Parameters) -> Fleet:

@@ -57,17 +57,18 @@ class MegatronRank:
         self._reference_digest = ""
         self._version: WeightVersion | None = None  # of the weights as they are now, once known
         self._parked = Parked()
+        self.is_resting = False
         self._leaving = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        released = self._parked.is_released
+        resting = self.is_resting
         self.resume_memory()
         try:
             with megatron_world.on_device(self._threads, self._tracker):
                 yield
         finally:
-            if released:
+            if resting:
                 self.release_memory()
 
     def rendezvous(self) -> tuple[str, int]:
@@ -78,6 +79,7 @@ class MegatronRank:
 
     def connect(self, address: str, port: int) -> None:
         """Join the other ranks and load this rank's slice of the model."""
+        megatron_world.require_given_gpu()
         hf_config = files.read_json(files.join(self._setup.model_dir, "config.json"))
         check_layout(hf_config, self._setup.model)
         self._shape = read_shape(hf_config)
@@ -99,11 +101,13 @@ class MegatronRank:
 
     def release_memory(self) -> None:
         """See TrainEngine; on a CPU there is nothing to give up."""
+        self.is_resting = True
         if torch.cuda.is_available():
             self._optimizer.zero_grad()
             self._parked.release(kept_tensors(self._gpt, self._optimizer), scratch_tensors(self._optimizer))
 
     def resume_memory(self) -> None:
+        self.is_resting = False
         self._parked.resume()
 
     def close(self) -> None:

@@ -10,19 +10,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from milepost.engines import cluster
 from milepost.engines.cpu_shim import CpuRngTracker, cuda_on_cpu
+from milepost.engines.torch_build import require_cuda
 from milepost.storage.parameters import ModelSection
-
-LOOPBACK = "127.0.0.1"
 
 
 def own_address() -> str:
-    """The address other ranks reach this process at: loopback unless Ray has several nodes."""
-    import ray
+    """The address other ranks reach this process at: loopback outside of Ray, too."""
+    return cluster.own_address() if cluster.is_connected() else cluster.LOOPBACK
 
-    if not ray.is_initialized() or sum(node["Alive"] for node in ray.nodes()) == 1:
-        return LOOPBACK
-    return str(ray.util.get_node_ip_address())
+
+def require_given_gpu() -> None:
+    """ValueError when Ray gave this process a GPU that its torch cannot use: it would train on the CPU unnoticed."""
+    if cluster.given_gpus() and not torch.cuda.is_available():
+        require_cuda()
 
 
 def open_store(address: str, world: int) -> dist.TCPStore:
@@ -56,7 +58,7 @@ def join_world(store: dist.Store, *, rank: int, world: int, model: ModelSection)
 
 def keep_to_loopback(address: str) -> None:
     """Let gloo talk on the loopback interface when all ranks are on this machine."""
-    if address == LOOPBACK:
+    if address == cluster.LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

@@ -18,6 +18,12 @@ class RankActor:
         return getattr(self._rank, method)(*args)
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
+    def is_resting(self) -> bool:
+        """Whether the rank has given its memory up, also while it works."""
+        resting: bool = self._rank.is_resting
+        return resting
+
+    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def stack(self) -> str:
         """What every thread is doing now, for a rank that takes too long."""
         return cluster.stacks_here()

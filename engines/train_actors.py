@@ -26,6 +26,9 @@ from milepost.storage.tables import TableRef
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
 
 
+CONTROL_SECONDS = 60.0
+
+
 @dataclass(frozen=True)
 class TrainSetup:
     """What a trainer is made of. `temperature` is the one samples are drawn at; `seed` is of its random streams."""
@@ -73,6 +76,12 @@ class TrainActors:
     def save(self, uri: str) -> CheckpointRef:
         ref: CheckpointRef = self._call("save", uri)
         return ref
+
+    async def is_resting(self) -> bool:
+        """Whether the trainer has given its memory up; answered while it works."""
+        ref = self._ranks[0].is_resting.remote()
+        resting: bool = await cluster.answer(ref, CONTROL_SECONDS, what="whether the train engine has memory")
+        return resting
 
     def restore(self, ref: CheckpointRef) -> None:
         self._call("restore", ref)

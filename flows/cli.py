@@ -1,5 +1,6 @@
 """The command line. Errors are one sentence on stderr: exit code 2 for bad input, 1 for a run that failed."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -167,6 +168,7 @@ def _run(arguments: list[str], *, debug: bool) -> int:
 def main() -> None:
     """Run a command; every failure is one sentence, and --debug shows its traceback. SIGTERM ends in good order."""
     signal.signal(signal.SIGTERM, _terminate)
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` shows where every thread of a command is
     sys.path.append(os.getcwd())  # a person's own `module:function` lies beside where the command is typed
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     sys.exit(_run(arguments, debug="--debug" in sys.argv))

@@ -70,9 +70,16 @@ async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts
             say(f"rollout engine {index} died and starts again")
             await _dismiss(url, fleet.router_url)
             await asyncio.to_thread(engine.close)  # Ray keeps a dead actor's name until it is told to
+            await _room(launched, fleet)
             new = await asyncio.to_thread(_start, index, launched)
             owned.callback(new.close)
             url = await admit(new, launched.folder, fleet)
+
+
+async def _room(launched: Launched, fleet: Fleet) -> None:
+    """Wait for the turn of the engines where they share GPUs with the trainer, or a new one would find no memory."""
+    while launched.parameters.perf.colocate and not await fleet.trainer.is_resting():
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 def _start(index: int, launched: Launched) -> RolloutActor:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from milepost.engines import megatron_world
 from milepost.engines.megatron_checkpoint import DamagedCheckpoint
 from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import compile_decoder, compile_layers
@@ -326,3 +327,10 @@ def test_a_malformed_batch_is_refused_by_sample(
     values[1] = value if column != "response_token_ids" else value * len(values[1])
     with pytest.raises(ValueError, match=message):
         ranks.start().step(write(tmp_path, **{column: values}), UPDATE, "a")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this torch can use the GPU")
+def test_a_rank_with_a_gpu_that_its_torch_cannot_use_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_world.cluster, "given_gpus", lambda: [0])
+    with pytest.raises(ValueError, match=r"torch .* is built without CUDA .*: install a CUDA build"):
+        megatron_world.require_given_gpu()

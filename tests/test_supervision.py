@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from milepost.flows.supervision import Restarts, supervised
 from milepost.router.control import Rotation, rotation
 from milepost.storage import manifest, runs
 from milepost.storage.parameters import SyncSection
+from milepost.tasks.colocate import Turns
 from milepost.tasks.sync import push_weights
 
 from .conftest import Prompts
@@ -99,6 +101,27 @@ async def push_past_a_dead_engine(launched: Launched, engines: Fleet, step: int,
 @pytest.mark.parametrize("launched", [2], indirect=True)
 def test_an_engine_that_dies_before_a_push_serves_the_pushed_weights_when_it_is_back(launched: Launched) -> None:
     work_supervised(launched, push_past_a_dead_engine)
+
+
+def colocated(launched: Launched) -> Launched:
+    parameters = launched.record.parameters
+    perf = parameters.perf.model_copy(update={"colocate": True})
+    record = replace(launched.record, parameters=parameters.model_copy(update={"perf": perf}))
+    return replace(launched, record=record)
+
+
+async def kill_in_the_trainers_turn(launched: Launched, engines: Fleet, step: int, position: Position) -> None:
+    turns = Turns(True, engines.trainer, engines.engines)
+    await turns.training()
+    processes("FakeEngine")[0].kill()
+    await asyncio.sleep(4)  # a watch looks every second
+    assert not processes("FakeEngine")
+    await turns.generating()
+    await eventually_serving(engines.router_url, 1)
+
+
+def test_an_engine_that_dies_while_the_trainer_has_the_gpu_waits_for_its_turn(launched: Launched) -> None:
+    work_supervised(colocated(launched), kill_in_the_trainers_turn)
 
 
 def test_the_work_ends_with_the_engine_when_it_may_not_be_started_again(launched: Launched) -> None:

@@ -29,7 +29,7 @@ from milepost.storage.tables import read_table
 from milepost.tasks.evaluate import Z_95, wilson
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
-SHOTS = 4
+SHOTS = 2
 RISE = ("rise", "low", "high", "mcnemar_p", "significant")
 REPORT_SECONDS = 20.0  # to check and sum up the run after its end
 TINY = [
