@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.recipe import load_recipe
+from milepost.flows.replay import replay
 from milepost.flows.sql import as_rows, query
 from milepost.flows.train import train
+from milepost.flows.what_if import what_if
 from milepost.storage import files, manifest, runs
 from milepost.storage.parameters import Parameters
 from milepost.storage.runs import RunFolder
@@ -65,6 +67,21 @@ def test_the_trainer_recomputes_the_log_probabilities_that_the_engine_reported(r
             rollout = np.concatenate([np.array(row) for row in batch["rollout_logprobs"].to_pylist()])
             trainer = np.concatenate([np.array(row) for row in batch["old_logprobs"].to_pylist()])
             assert len(rollout) and np.abs(rollout - trainer).max() < 1e-4
+
+
+@pytest.mark.parametrize("steps", ["0:2", "1:2"])
+def test_a_replay_is_identical_down_to_the_weights(run: RunFolder, steps: str) -> None:
+    found = asyncio.run(replay(run=run.run_id, root=str(Path(run.uri).parent), steps=steps))
+    assert found["verdict"] == "identical"
+    assert {stage["stage"] for stage in found["stages"]} == {"score", "filter", "optimize", "weights"}
+
+
+def test_another_estimator_is_answered_from_the_stored_samples(run: RunFolder) -> None:
+    root = str(Path(run.uri).parent)
+    found = asyncio.run(what_if(run=run.run_id, overrides=("algorithm.advantage=rloo",), root=root, steps="0:1"))
+    rows = {row["metric"]: (row["stored"], row["now"]) for row in found["rows"]}
+    assert rows["reward"][0] == rows["reward"][1]
+    assert rows["grad_norm"][0] != rows["grad_norm"][1]
 
 
 def test_every_sample_carries_the_version_of_the_weights_that_made_it(run: RunFolder) -> None:

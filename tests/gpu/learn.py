@@ -113,7 +113,7 @@ def tables(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=45)
-    parser.add_argument("--held-out", type=int, default=0, help="prompts; by default 500, or 16 with --tiny")
+    parser.add_argument("--held-out", type=int, default=0, help="prompts; by default 1000, or 16 with --tiny")
     parser.add_argument("--limit-seconds", type=float, default=540.0, help="for everything")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="settings", help="section.field=value")
@@ -122,7 +122,7 @@ def main() -> int:
     started = time.monotonic()
     with leaving_nothing(), tempfile.TemporaryDirectory() as name:
         folder = runs.run_folder(name, "learn")
-        made = prompts(Path(name), size=1000, held_out=arguments.held_out or (16 if arguments.tiny else 500))
+        made = prompts(Path(name), size=1000, held_out=arguments.held_out or (16 if arguments.tiny else 1000))
         own = TINY if arguments.tiny else [f"engines.sglang={json.dumps(SGLANG)}"]
         settings = ["tracking.enabled=false", *made, *own, *arguments.settings]
         words = train_command("learn", Path(name), arguments.steps, settings, recipe="smollm2-gpu")
