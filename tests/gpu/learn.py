@@ -28,7 +28,7 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.tables import read_table
 from milepost.tasks.evaluate import Z_95, wilson
 
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 SHOTS = 2
 RISE = ("rise", "low", "high", "mcnemar_p", "significant")
 REPORT_SECONDS = 20.0  # to check and sum up the run after its end
@@ -136,7 +136,7 @@ def main() -> int:
         }
         result |= summary(folder) | accuracies(folder) | {"logprob_differences": logprob_differences(folder)}
         Path(arguments.out, "learn.json").write_text(json.dumps(result, indent=1))
-    print(tables(result), flush=True)
+    print(tables(result), *result["faults"], sep="\n", flush=True)
     return int(ended.exit_code != 0 or bool(result["faults"]))
 
 
