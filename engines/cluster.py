@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -56,22 +57,51 @@ def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
     """Join the Ray cluster at `address`, or start one that ends with this process; once joined, this does nothing."""
     if ray.is_initialized():
         return
-    main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     # "local" starts a cluster of this process's own even where somebody else's runs.
     own: dict[str, Any] = {} if address else {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
-    ray.init(
-        address=address or "local",
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-        **own,
-    )
-    if main_thread:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with _own_handlers():
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=False,
+            **own,
+        )
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """This process's signal handlers afterwards, for the signals that came meanwhile too.
+
+    Ray's handler raises wherever it is called, which may be where exceptions are dropped: the signal would be lost.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    told, tell = socket.socketpair()
+    with told, tell:
+        tell.setblocking(False)
+        before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for number in _received(told):
+                signal.raise_signal(number)
+
+
+def _received(told: socket.socket) -> list[int]:
+    """The signals that the interpreter has written to the other end."""
+    told.setblocking(False)
+    try:
+        return [number for number in told.recv(4096) if number in _SIGNALS]
+    except BlockingIOError:
+        return []
 
 
 def is_connected() -> bool:

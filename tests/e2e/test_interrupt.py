@@ -73,3 +73,29 @@ def test_an_interrupted_run_leaves_nothing_running(
     steps = manifest.finished_steps(folder)
     assert steps == list(range(len(steps)))
     assert not list(Path(folder.uri).rglob("*.tmp"))
+
+
+CONNECTING = """
+import signal, sys, time
+from milepost.engines import cluster
+
+def leave(number, frame):
+    raise SystemExit(7)
+
+signal.signal(signal.SIGTERM, leave)
+print("connecting", flush=True)
+cluster.connect(num_cpus=1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.1, 1.0, 2.0, 3.0])
+def test_a_signal_that_comes_while_ray_starts_is_not_lost(delay: float) -> None:
+    process = subprocess.Popen([sys.executable, "-c", CONNECTING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None and process.stdout.readline() == b"connecting\n"
+    time.sleep(delay)
+    process.terminate()
+    try:
+        assert process.wait(30) == 7
+    finally:
+        process.kill()
