@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from milepost.engines.fleet import create_trainer
 from milepost.engines.protocols import UpdateParams, WeightSource
 from milepost.storage import files
+from milepost.storage.ancestry import SFT_RECORD
 from milepost.storage.parameters import Parameters
+from milepost.storage.provenance import provenance
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import write_table
 
@@ -94,19 +96,28 @@ def fine_tune(
     model_dir: str,
     advance: Callable[[str], None],
 ) -> WeightSource:
-    """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined."""
+    """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined.
+
+    What they come from is in `folder/sft.json`, for the lineage of whatever begins with them.
+    """
     trainer = create_trainer(run, parameters, model_dir)
     trainer.load()
     loss: float | None = None
+    batches: list[str] = []
     try:
         for step, batch in enumerate(draw(examples, plan)):
             rows = [example_row(item, run=run, step=step, position=at) for at, item in enumerate(batch)]
             ref = write_table(files.join(folder, "batches", f"{step:06d}"), from_rows(rows, ROLLOUTS), ROLLOUTS)
+            batches.append(ref.digest)
             result = trainer.step(ref, UpdateParams("sft", {"aggregation": "token_mean"}), f"sft-{step:06d}")
             loss = running_mean(loss, result.metrics["loss"])
             advance(f"loss {loss:.3f}")
             if loss < plan.target_loss:
                 break
-        return trainer.weights(files.join(folder, "model"), 0)
+        source = trainer.weights(files.join(folder, "model"), 0)
+        record = {"model": model_dir, "steps": len(batches), "plan": asdict(plan), "loss": loss, "batches": batches}
+        record |= {"version": str(source.version), "commit": provenance().commit}
+        files.publish_json(files.join(folder, SFT_RECORD), record, overwrite=True)
+        return source
     finally:
         trainer.close()

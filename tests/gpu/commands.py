@@ -82,6 +82,9 @@ def run(
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace_seconds)
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)  # what it hangs in, into its output
+            time.sleep(1)
     finally:
         process.kill()
         process.wait()

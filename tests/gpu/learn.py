@@ -87,6 +87,11 @@ def rise(before: list[bool], after: list[bool]) -> dict[str, Any]:
     }
 
 
+def stack_names(folder: RunFolder) -> list[str]:
+    """What every process was doing when a stage took too long, by step."""
+    return files.names(files.join(folder.uri, "stacks"))
+
+
 def accuracies(folder: RunFolder) -> dict[str, Any]:
     """Accuracy with its 95 % Wilson interval at every evaluation, and the rise from the first to the last."""
     found = {evaluation.step: answers(folder, evaluation.step) for evaluation in evaluations(folder)}
@@ -123,7 +128,7 @@ def main() -> int:
     with leaving_nothing(), tempfile.TemporaryDirectory() as name:
         folder = runs.run_folder(name, "learn")
         made = prompts(Path(name), size=1000, held_out=arguments.held_out or (16 if arguments.tiny else 1000))
-        own = TINY if arguments.tiny else [f"engines.sglang={json.dumps(SGLANG)}"]
+        own = TINY if arguments.tiny else [f"engines.sglang={json.dumps(SGLANG)}", "engines.stage_timeout_seconds=120"]
         settings = ["tracking.enabled=false", *made, *own, *arguments.settings]
         words = train_command("learn", Path(name), arguments.steps, settings, recipe="smollm2-gpu")
         spent = time.monotonic() - started
@@ -136,6 +141,9 @@ def main() -> int:
         }
         result |= summary(folder) | accuracies(folder) | {"logprob_differences": logprob_differences(folder)}
         Path(arguments.out, "learn.json").write_text(json.dumps(result, indent=1))
+        stacks = b"".join(files.read(files.join(folder.uri, "stacks", name)) for name in stack_names(folder))
+        if stacks:
+            Path(arguments.out, "learn_stacks.txt").write_bytes(stacks)
     print(tables(result), *result["faults"], sep="\n", flush=True)
     return int(ended.exit_code != 0 or bool(result["faults"]))
 
