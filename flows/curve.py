@@ -1,8 +1,40 @@
-"""Curves people look at: one drawn in the terminal, one as SVG for the report."""
+"""Curves people look at: drawn in the terminal, or as SVG for the report."""
 
 import io
+from dataclasses import dataclass
 
 import plotext
+
+INK = "#123457"  # a colour that nothing else has: in the picture it becomes the page's own
+LINES = (
+    "#2f7de1",
+    "#e07b24",
+    "#2a9d5c",
+    "#c2478b",
+    "#8a6fd1",
+    "#b59a1c",
+    "#4aa5b5",
+    "#d14545",
+)  # on white and on black
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: values over steps, with the interval of each where there is one."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class FigureData:
+    """A figure: its title and its lines."""
+
+    title: str
+    series: list[Series]
 
 
 def terminal_curve(values: list[float], title: str, *, width: int = 72, height: int = 14) -> str:
@@ -21,20 +53,29 @@ def terminal_curve(values: list[float], title: str, *, width: int = 72, height: 
     return plotext.uncolorize(drawn)
 
 
-def svg_curve(series: dict[str, list[float]], *, ylabel: str) -> str:
-    """One line per named series over steps, as an inline SVG element."""
+def svg_figure(figure: FigureData) -> str:
+    """A figure as an inline SVG element, in the page's own colour and font: it is read in light and in dark."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # a third of a second, which the start of a run need not wait for
+    from matplotlib.rcsetup import cycler
 
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    for name, values in series.items():
-        axes.plot(range(len(values)), values, marker="o", markersize=3, label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
-    axes.grid(alpha=0.3)
-    if len(series) > 1:
-        axes.legend()
-    sink = io.StringIO()
-    figure.savefig(sink, format="svg")
+    style = {"svg.fonttype": "none", "font.size": 11, "axes.prop_cycle": cycler(color=LINES)}
+    style |= {name: INK for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
+    with rc_context(style):
+        drawn = Figure(figsize=(6.4, 3.0), layout="constrained")
+        axes = drawn.add_subplot()
+        for series in figure.series:
+            (line,) = axes.plot(series.steps, series.values, marker="o", markersize=2.5, label=series.name)
+            if series.low is not None and series.high is not None:
+                axes.fill_between(series.steps, series.low, series.high, alpha=0.2, color=line.get_color())
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.25, color=INK)
+        axes.patch.set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(figure.series) > 1 or figure.series[0].low is not None:
+            axes.legend(frameon=False, fontsize=9)
+        sink = io.StringIO()
+        drawn.savefig(sink, format="svg", transparent=True, metadata={"Date": None})
     text = sink.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") :].replace(INK, "currentColor")

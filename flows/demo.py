@@ -15,7 +15,7 @@ from milepost.flows.data import Problem, arithmetic_problems, write_prompts
 from milepost.flows.launch import orderly_end
 from milepost.flows.progress import progress_bar, say
 from milepost.flows.recipe import absolute_root, load_recipe
-from milepost.flows.report import Evaluation, curve, evaluations, finished
+from milepost.flows.results import Evaluation, curve, evaluations, finished
 from milepost.flows.services import prefect_api, running
 from milepost.flows.sft import Example, SftPlan, fine_tune
 from milepost.flows.train import train

@@ -13,7 +13,7 @@ from milepost.flows.outcome import watched
 from milepost.flows.plan import make_plan
 from milepost.flows.progress import say
 from milepost.flows.recipe import Request
-from milepost.flows.report import evaluations, finished
+from milepost.flows.results import evaluations, finished
 from milepost.flows.services import prefect_api
 from milepost.flows.start import require_resumable
 from milepost.flows.train import resume, resume_command, train

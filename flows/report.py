@@ -9,12 +9,15 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from milepost.flows.curve import svg_curve
-from milepost.storage import attempts, files, manifest, runs, text
+from milepost.flows.curve import svg_figure
+from milepost.flows.report_figures import figures
+from milepost.flows.report_samples import ends
+from milepost.flows.results import evaluations, finished
+from milepost.storage import attempts, files, runs
 from milepost.storage.accounting import epoch_accounting
+from milepost.storage.ancestry import Ancestry, ancestry
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
-from milepost.storage.tables import TableRef, read_table
 
 COLUMNS = [
     "rollout/reward",
@@ -28,72 +31,34 @@ COLUMNS = [
     "time/score",
     "time/optimize",
 ]
-SAMPLES_SHOWN = 12
+STEPS_SHOWN = 200  # rows of the table; the figures show all
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Held-out accuracy after `step` steps."""
+class Link:
+    """A box of the lineage picture: what it is, its name, and what tells it from others."""
 
-    step: int
-    mean: float
-    low: float
-    high: float
-    count: int
+    kind: str
+    name: str
+    detail: str
 
 
-def evaluations(folder: RunFolder) -> list[Evaluation]:
-    """The evaluations a run has stored, in order of step."""
-    place = files.join(folder.uri, "evals")
-    found = []
-    for name in files.names(place):
-        commit = files.join(place, name, "journal", "evaluate-r0.json")
-        if files.exists(commit):
-            found.append(Evaluation(int(name), **files.read_json(commit)["record"]))
-    return found
-
-
-def finished(folder: RunFolder) -> list[StepManifest]:
-    return [manifest.load(folder, step) for step in manifest.finished_steps(folder)]
-
-
-def curve(steps: list[StepManifest], name: str) -> list[float]:
-    return [step.metrics[name] for step in steps if name in step.metrics]
-
-
-def _figures(steps: list[StepManifest]) -> list[Markup]:
-    wanted = {"rollout/reward": "reward", "train/grad_norm": "gradient norm", "rollout/response_len/mean": "tokens"}
-    curves = {label: curve(steps, name) for name, label in wanted.items()}
-    return [Markup(svg_curve({label: values}, ylabel=label)) for label, values in curves.items() if values]
-
-
-def last_samples(steps: list[StepManifest]) -> list[dict[str, Any]]:
-    """A few scored samples of the newest step, as text."""
-    scored = [
-        TableRef(**entry["tables"]["rollouts"])
-        for entry in (steps[-1].commits if steps else [])
-        if entry["slot"].startswith("filter-")
-    ]
-    if not scored:
-        return []
-    rows = read_table(scored[0]).slice(0, SAMPLES_SHOWN).to_pylist()
+def lineage_links(found: Ancestry) -> list[Link]:
+    """From what came first to the newest weights."""
+    if isinstance(found.parent, Ancestry):
+        links = lineage_links(found.parent)
+    else:
+        links = [Link(found.parent.kind, found.parent.folder.rstrip("/").rpartition("/")[2], "")]
+    sets = ", ".join(sorted({prompt.dataset for prompt in found.prompts}))
+    graders = sorted({grader for step in found.steps for grader in step.graders})
+    number, _, digest = found.version.partition("-")
     return [
-        {
-            "prompt": _shown(text.from_json(row["prompt"])),
-            "response": row["response"],
-            "label": _shown(text.from_json(row["label"])),
-            "reward": row["reward"],
-            "reason": text.from_json(row["verdict"] or "{}").get("reason", ""),
-        }
-        for row in rows
+        *links,
+        Link("prompts", sets, f"{len(found.prompts)} of them"),
+        Link("rewards", ", ".join(graders) or "none", ""),
+        Link("steps", f"0 to {len(found.steps) - 1}", f"manifest {found.steps[-1].manifest[:12]}"),
+        Link("weights", f"{found.run}@{number}", digest[:12]),
     ]
-
-
-def _shown(value: Any, limit: int = 400) -> str:
-    if isinstance(value, list) and value and isinstance(value[-1], dict):
-        value = value[-1].get("content", value[-1])
-    shown = value if isinstance(value, str) else text.to_json(value)
-    return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
 def attempt_rows(folder: RunFolder, steps: list[StepManifest]) -> list[dict[str, Any]]:
@@ -118,7 +83,7 @@ def _figure(value: float) -> str:
 def write_report(folder: RunFolder) -> str:
     """Render the report of a run, finished or not, and return where it is."""
     record = attempts.current(folder)
-    steps = finished(folder)
+    steps, evaluated = finished(folder), evaluations(folder)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["figure"] = _figure
     source = (package_files("milepost.flows") / "report.html.j2").read_text()
@@ -127,13 +92,16 @@ def write_report(folder: RunFolder) -> str:
         planned=record.steps,
         model=record.parameters.model.path,
         commit=record.provenance.commit[:12],
-        steps=steps,
+        steps=steps[-STEPS_SHOWN:],
+        left_out=max(0, len(steps) - STEPS_SHOWN),
+        finished=len(steps),
         attempts=attempt_rows(folder, steps),
         columns=[name for name in COLUMNS if any(name in step.metrics for step in steps)],
-        evals=evaluations(folder),
+        evals=evaluated,
         epochs=epoch_accounting(folder),
-        figures=_figures(steps),
-        samples=last_samples(steps),
+        figures=[(item.title, Markup(svg_figure(item))) for item in figures(folder, steps, evaluated)],
+        links=lineage_links(ancestry(folder, len(steps))) if steps else [],
+        samples=ends(folder),
     )
     files.publish(folder.report, page.encode(errors="xmlcharrefreplace"), overwrite=True)
     return folder.report

@@ -1,6 +1,7 @@
 """One stored sample as people read it: prompt, response token by token, verdict, and whose weights it was."""
 
 import json
+from math import exp
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from rich.text import Text
 from milepost.flows.sql import committed
 from milepost.storage import attempts, files, runs
 from milepost.storage.registry import nearest
+from milepost.storage.runs import RunFolder
 
 STAGES = ("optimize", "filter", "score", "generate")  # the last that has a sample knows the most of it
 
@@ -20,7 +22,11 @@ SHADES = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
 
 def find_sample(root: str, run: str, sample: str) -> dict[str, Any]:
     """Everything stored of a sample; LookupError names the nearest ids when the run has none of this one."""
-    folder = runs.run_folder(root, run)
+    return stored_sample(runs.run_folder(root, run), sample)
+
+
+def stored_sample(folder: RunFolder, sample: str) -> dict[str, Any]:
+    """`find_sample` in the folder of a run."""
     record = attempts.current(folder)
     step = _step_of(sample)
     tables = {stage: [uri for at, uri in committed(folder, stage) if step is None or at == step] for stage in STAGES}
@@ -31,7 +37,7 @@ def find_sample(root: str, run: str, sample: str) -> dict[str, Any]:
                 return found[0] | {"tokens": _texts(found[0], record.model["folder"])}
     known = [name for uri in tables["generate"] for name in _ids(uri)]
     hint = nearest(sample, known) or (f"; that step has {known[0]} to {known[-1]}" if known else "")
-    raise LookupError(f"run {run!r} has no sample {sample!r}{hint}")
+    raise LookupError(f"run {folder.run_id!r} has no sample {sample!r}{hint}")
 
 
 def _step_of(sample: str) -> int | None:
@@ -95,15 +101,16 @@ def _content(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
+def shade(logprob: float) -> int:
+    """Which of `SHADES` a token with this log-probability has."""
+    return next(place for place, (least, _) in enumerate(SHADES) if exp(logprob) >= least)
+
+
 def token_strip(row: dict[str, Any]) -> Text:
     """The response in the colour of each token's probability; tokens that are not trained are dim."""
-    from math import exp
-
     strip = Text()
-    rows = zip(row["tokens"], row["rollout_logprobs"], row["loss_mask"], strict=True)
-    for text, logprob, mask in rows:
-        style = next(style for least, style in SHADES if exp(logprob) >= least)
-        strip.append(text, style=style if mask else "dim")
+    for text, logprob, mask in zip(row["tokens"], row["rollout_logprobs"], row["loss_mask"], strict=True):
+        strip.append(text, style=SHADES[shade(logprob)][1] if mask else "dim")
     return strip
 
 

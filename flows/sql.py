@@ -1,7 +1,8 @@
 """SQL over stored runs, by DuckDB, without loading them first.
 
 Tables: `rollouts` (every sample), `prompts` (every serving), `steps` and `metrics` (from the manifests), `verdicts`
-(what rewards said) and `drops` (samples that were not trained on, with the reason). Each has `run_id` and `step`.
+(what rewards said), `drops` (samples that were not trained on, with the reason) and `batches` (what the optimizer was
+given). Each has `run_id` and `step`.
 """
 
 import fnmatch
@@ -83,6 +84,8 @@ def query(folders: list[RunFolder], statement: str) -> pa.Table:
 
 def _create_views(connection: duckdb.DuckDBPyConnection, folders: list[RunFolder]) -> None:
     _view(connection, "rollouts", [uri for folder in folders for uri in rollout_files(folder)], ROLLOUTS)
+    given = [uri for folder in folders for _, uri in committed(folder, "optimize")]
+    _view(connection, "batches", given, ROLLOUTS)
     served = [(folder.run_id, step, uri) for folder in folders for step, uri in committed(folder, "sample")]
     _view(connection, "served", [uri for _, _, uri in served], PROMPTS, filename=True)
     names = ("run_id", "step", "filename")

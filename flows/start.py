@@ -8,7 +8,7 @@ from typing import Any
 
 from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
-from milepost.flows.report import evaluations
+from milepost.flows.results import evaluations
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
 from milepost.storage.parameters import Parameters

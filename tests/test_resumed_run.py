@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from milepost.flows.report import evaluations
+from milepost.flows.results import evaluations
 from milepost.flows.sql import as_rows, query
 from milepost.flows.train import resume
 from milepost.storage import attempts, runs

@@ -21,7 +21,7 @@ from result_table import table
 from stored_runs import SGLANG, logprob_differences, summary, train_command
 
 from milepost.flows.gym_data import make_reasoning_gym
-from milepost.flows.report import evaluations
+from milepost.flows.results import evaluations
 from milepost.storage import files, runs
 from milepost.storage.journal import StepStore
 from milepost.storage.runs import RunFolder

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from milepost.flows.report import finished
+from milepost.flows.results import finished
 from milepost.storage import files, manifest, runs
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table

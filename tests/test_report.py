@@ -1,0 +1,67 @@
+"""The report of a run: one page that needs nothing else, of whatever the run has."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.flows.report import lineage_links, write_report
+from milepost.flows.report_figures import figures
+from milepost.flows.report_samples import ends
+from milepost.flows.results import evaluations, finished
+from milepost.storage.ancestry import ancestry
+
+from .bench.made_run import MadeRun, make_run
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> MadeRun:
+    return make_run(str(tmp_path), 3)
+
+
+def page_of(made: MadeRun) -> str:
+    return Path(write_report(made.folder)).read_text()
+
+
+def test_the_page_loads_nothing_from_anywhere(made: MadeRun) -> None:
+    page = page_of(made)
+    assert not re.search(r"<(script|link|img|iframe)\b", page)
+    sources = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
+    assert not [source for source in sources if source.startswith("http")]
+    assert "@import" not in page and "url(http" not in page
+
+
+def test_figures_are_drawn_in_the_pages_own_colour(made: MadeRun) -> None:
+    page = page_of(made)
+    assert page.count("<svg") == len(figures(made.folder, finished(made.folder), evaluations(made.folder)))
+    assert "currentColor" in page and "prefers-color-scheme: dark" in page
+
+
+def test_the_lineage_goes_from_the_model_to_the_newest_weights(made: MadeRun) -> None:
+    kinds = [link.kind for link in lineage_links(ancestry(made.folder, 3))]
+    assert kinds == ["model", "prompts", "rewards", "steps", "weights"]
+    assert "made@3" in page_of(made)
+
+
+def test_the_worst_and_the_best_samples_are_of_different_groups(made: MadeRun) -> None:
+    shown = ends(made.folder)
+    for kind in ("worst", "best"):
+        groups = [sample.sample_id.rpartition("-")[0] for sample in shown if sample.kind == kind]
+        assert len(groups) == len(set(groups))
+    worst = [sample.reward for sample in shown if sample.kind == "worst" and sample.reward is not None]
+    best = [sample.reward for sample in shown if sample.kind == "best" and sample.reward is not None]
+    assert worst and best and max(worst) <= max(best)
+    assert all(0 <= token.probability <= 1 for sample in shown for token in sample.tokens)
+
+
+def test_what_a_model_wrote_is_text_and_not_markup(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts(row: dict[str, Any], folder: str) -> list[str]:
+        return ["<script>x</script>"] * len(row["response_token_ids"])
+
+    monkeypatch.setattr("milepost.flows.sample_view._texts", texts)
+    assert "<script>x" not in page_of(made)
+
+
+def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
+    assert "No step has finished." in page_of(make_run(str(tmp_path), 0))
