@@ -60,7 +60,7 @@ def current(folder: RunFolder) -> RunRecord:
         steps=last.steps,
         parameters=last.parameters,
         parameters_digest=runs.parameters_digest(last.parameters),
-        data=record.data | ({"eval": last.eval} if last.eval else {}),
+        data=record.data | ({"eval": runs.in_run(folder, last.eval)} if last.eval else {}),
         attempt=last.number,
         started_at=last.started_at,
     )

@@ -10,6 +10,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def is_local(uri: str) -> bool:
 
 def join(uri: str, *parts: str) -> str:
     return "/".join([uri.rstrip("/"), *parts])
+
+
+def moved(ref: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """A stored reference to a file of `folder`, which may have been elsewhere when it was written."""
+    return {**ref, "uri": join(folder, str(ref["uri"]).rsplit("/", 1)[-1])}
 
 
 def digest_of(data: bytes) -> str:

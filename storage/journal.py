@@ -95,8 +95,7 @@ class StepStore:
         uri = self._commit_uri(slot)
         if not files.exists(uri):
             return None
-        content = files.read_json(uri)
-        commit = Commit(**{**content, "tables": {name: TableRef(**ref) for name, ref in content["tables"].items()}})
+        commit = self._read(uri)
         if commit.key != key:
             raise JournalConflict(
                 f"{slot} of step {self.step} in run {self.run_id!r} was committed under key {commit.key[:12]}, "
@@ -136,8 +135,10 @@ class StepStore:
     def commits(self) -> list[Commit]:
         """Everything committed in this step, by slot."""
         folder = files.join(self.uri, "journal")
-        found = (files.read_json(files.join(folder, name)) for name in files.names(folder))
-        return [
-            Commit(**{**content, "tables": {name: TableRef(**ref) for name, ref in content["tables"].items()}})
-            for content in found
-        ]
+        return [self._read(files.join(folder, name)) for name in files.names(folder)]
+
+    def _read(self, uri: str) -> Commit:
+        """A commit with its tables where this step is now, wherever it was when they were written."""
+        content = files.read_json(uri)
+        tables = {name: TableRef(**files.moved(ref, self.uri)) for name, ref in content["tables"].items()}
+        return Commit(**{**content, "tables": tables})

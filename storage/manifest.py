@@ -64,7 +64,14 @@ def _outcome(manifest: StepManifest) -> StepManifest:
 
 
 def load(folder: RunFolder, step: int) -> StepManifest:
-    return StepManifest(**files.read_json(folder.manifest(step)))
+    """The manifest of a step, with its tables and checkpoint where the run is now, wherever it was then."""
+    found = StepManifest(**files.read_json(folder.manifest(step)))
+    place = folder.step(step)
+    commits = [
+        entry | {"tables": {name: files.moved(ref, place) for name, ref in entry["tables"].items()}}
+        for entry in found.commits
+    ]
+    return replace(found, commits=commits, checkpoint=folder.checkpoint(step + 1) if found.checkpoint else "")
 
 
 def finished_steps(folder: RunFolder) -> list[int]:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,7 +143,13 @@ def load(folder: RunFolder) -> RunRecord:
         raise ValueError(
             f"{folder.record} is of run {record.run_id!r}, not {folder.run_id!r}: give the folder its own name back"
         )
-    return record
+    return replace(record, data={name: in_run(folder, value) for name, value in record.data.items()})
+
+
+def in_run(folder: RunFolder, stored: Any) -> Any:
+    """A stored reference to prompts with the place that they have in `folder`; anything else as it is."""
+    is_reference = isinstance(stored, dict) and "uri" in stored
+    return files.moved(stored, files.join(folder.uri, "prompts")) if is_reference else stored
 
 
 def read_record(uri: str, kind: Callable[..., _R]) -> _R:

@@ -1,7 +1,6 @@
 """Where a checkpoint comes from and where a prompt went, read from run folders alone."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ def child_of(made: MadeRun, name: str, version: int) -> RunFolder:
     """A run of two steps that began with the weights that `made` exported after `version` steps."""
     root = Path(made.folder.uri).parent
     other = make_run(str(root / f"elsewhere-{name}"), 2).folder
-    shutil.copytree(other.uri, root / name)  # tables stay where they were made
+    Path(other.uri).rename(root / name)
     folder = runs.run_folder(str(root), name)
     record = json.loads(Path(folder.record).read_text())
     record |= {"run_id": name, "model": record["model"] | {"folder": made.folder.weights(version)}}

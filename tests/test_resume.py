@@ -9,6 +9,7 @@ import pytest
 
 from milepost.flows import cli
 from milepost.flows.report import write_report
+from milepost.flows.sql import as_rows, query
 from milepost.flows.start import require_resumable
 from milepost.flows.train import resume, train
 from milepost.storage import attempts, files, manifest, runs
@@ -122,6 +123,15 @@ def unfinished(made: MadeRun) -> None:
     """The last step is not closed, and the checkpoint before it is gone."""
     Path(made.folder.manifest(STEPS - 1)).unlink()
     shutil.rmtree(made.folder.checkpoint(STEPS - 1))
+
+
+def test_a_run_that_was_moved_goes_on_and_is_read_where_it_is_now(made: MadeRun, tmp_path: Path) -> None:
+    shutil.move(made.folder.uri, tmp_path / "elsewhere" / "made")
+    folder = runs.run_folder(str(tmp_path / "elsewhere"), "made")
+    assert require_resumable(folder, None).steps == 100
+    assert as_rows(query([folder], "select count(distinct step) from rollouts"))[1] == [(STEPS,)]
+    assert manifest.load(folder, 0).checkpoint in ("", folder.checkpoint(1))
+    assert verify(folder).faults == []
 
 
 @pytest.mark.parametrize("name", ["prompts/train", "steps/000001/optimize-r0-batch-001", "steps/000002/score-r0-s000"])
