@@ -1,4 +1,4 @@
-"""What it costs to ask a stored run: `python tests/bench/bench_stored.py [STEPS]` (100; 500 take minutes and gigabytes).
+"""What it costs to ask a stored run: `python tests/bench/bench_stored.py [STEPS]` (100; 500 take minutes and 4 GB).
 
 Each step has 256 samples of 500 tokens with random ids and log-probabilities, made by what stores real ones.
 """
