@@ -1,6 +1,7 @@
 """Text to token ids and back, through the tokenizer of a model folder. Nothing is ever fetched."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,15 @@ def write_character_tokenizer(directory: str, characters: str) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     ).save_pretrained(directory)
+
+
+def token_texts(model_folder: str, ids: Sequence[int]) -> list[str]:
+    """The text of each token, without the seconds that importing transformers takes.
+
+    Its number where the folder has no tokenizer.json, or has it no more.
+    """
+    path = Path(model_folder) / "tokenizer.json"
+    if not path.is_file():
+        return [str(token) for token in ids]
+    tokenizer = RawTokenizer.from_file(str(path))
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]

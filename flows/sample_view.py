@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from milepost.engines.tokenizer import token_texts
 from milepost.flows.sql import committed
 from milepost.storage import attempts, files, runs
 from milepost.storage.registry import nearest
@@ -34,7 +35,7 @@ def stored_sample(folder: RunFolder, sample: str) -> dict[str, Any]:
         for uri in tables[stage]:
             found = _read(uri, sample)
             if found:
-                return found[0] | {"tokens": _texts(found[0], record.model["folder"])}
+                return found[0] | {"tokens": token_texts(record.model["folder"], found[0]["response_token_ids"])}
     known = [name for uri in tables["generate"] for name in _ids(uri)]
     hint = nearest(sample, known) or (f"; that step has {known[0]} to {known[-1]}" if known else "")
     raise LookupError(f"run {folder.run_id!r} has no sample {sample!r}{hint}")
@@ -56,18 +57,6 @@ def _ids(uri: str) -> list[str]:
     fs, path = files.filesystem(uri)
     ids: list[str] = pq.read_table(path, columns=["sample_id"], filesystem=fs)["sample_id"].to_pylist()
     return ids
-
-
-def _texts(row: dict[str, Any], model_folder: str) -> list[str]:
-    """The text of each response token; its number where the model's tokenizer is not there any more."""
-    ids = row["response_token_ids"]
-    try:
-        from milepost.engines.tokenizer import load_tokenizer  # imports transformers, for a second
-
-        tokenizer = load_tokenizer(model_folder)
-    except (OSError, ValueError):
-        return [str(token) for token in ids]
-    return [tokenizer.decode([token]) for token in ids]
 
 
 def show_sample(row: dict[str, Any]) -> None:

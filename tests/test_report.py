@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,10 +55,10 @@ def test_the_worst_and_the_best_samples_are_of_different_groups(made: MadeRun) -
 
 
 def test_what_a_model_wrote_is_text_and_not_markup(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    def texts(row: dict[str, Any], folder: str) -> list[str]:
-        return ["<script>x</script>"] * len(row["response_token_ids"])
+    def texts(folder: str, ids: list[int]) -> list[str]:
+        return ["<script>x</script>"] * len(ids)
 
-    monkeypatch.setattr("milepost.flows.sample_view._texts", texts)
+    monkeypatch.setattr("milepost.flows.sample_view.token_texts", texts)
     assert "<script>x" not in page_of(made)
 
 
