@@ -12,6 +12,7 @@ from rich.text import Text
 from milepost.engines.tokenizer import token_texts
 from milepost.flows.sql import committed
 from milepost.storage import attempts, files, runs
+from milepost.storage.journal import Slot, StepStore
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 
@@ -30,7 +31,7 @@ def stored_sample(folder: RunFolder, sample: str) -> dict[str, Any]:
     """`find_sample` in the folder of a run."""
     record = attempts.current(folder)
     step = _step_of(sample)
-    tables = {stage: [uri for at, uri in committed(folder, stage) if step is None or at == step] for stage in STAGES}
+    tables = {stage: _tables(folder, stage, step) for stage in STAGES}
     for stage in STAGES:
         for uri in tables[stage]:
             found = _read(uri, sample)
@@ -39,6 +40,15 @@ def stored_sample(folder: RunFolder, sample: str) -> dict[str, Any]:
     known = [name for uri in tables["generate"] for name in _ids(uri)]
     hint = nearest(sample, known) or (f"; that step has {known[0]} to {known[-1]}" if known else "")
     raise LookupError(f"run {folder.run_id!r} has no sample {sample!r}{hint}")
+
+
+def _tables(folder: RunFolder, stage: str, step: int | None) -> list[str]:
+    """The tables of a stage in the step that a sample's id names; of all steps for an id from elsewhere."""
+    if step is None:
+        return [uri for _, uri in committed(folder, stage)]
+    commits = StepStore(folder.step(step), folder.run_id, step).commits()
+    found = [commit for commit in commits if Slot.parse(commit.slot).stage == stage]
+    return [ref.uri for commit in found for ref in commit.tables.values()]
 
 
 def _step_of(sample: str) -> int | None:

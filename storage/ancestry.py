@@ -5,10 +5,11 @@ for `verify` to find out.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,8 @@ from milepost.storage.provenance import Provenance
 from milepost.storage.runs import RunFolder
 
 SFT_RECORD = "sft.json"
+STEPS_AT_ONCE = 8
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def exported_from(model_folder: Path) -> tuple[RunFolder, int] | None:
 def columns(entry: dict[str, Any], names: Sequence[str]) -> pa.Table:
     """Some columns of a stored table, read without the rest of it."""
     fs, path = files.filesystem(entry["uri"])
-    return pq.read_table(path, columns=list(names), filesystem=fs)
+    with fs.open(path, "rb") as file, pq.ParquetFile(file) as table:
+        return table.read(columns=list(names), use_threads=False)
 
 
 def tables_of(closed: StepManifest, stage: str) -> list[dict[str, Any]]:
@@ -124,7 +128,8 @@ def ancestry(folder: RunFolder, version: int) -> Ancestry:
     if not 0 < version <= len(finished):
         last = f"its last is {len(finished)}" if finished else "it has finished no step"
         raise LookupError(f"run {folder.run_id!r} has no checkpoint {version}: {last}")
-    closed = [manifest.load(folder, step) for step in range(version)]
+    with ThreadPoolExecutor(STEPS_AT_ONCE) as pool:
+        closed = list(pool.map(lambda step: manifest.load(folder, step), range(version)))
     return Ancestry(
         run=folder.run_id,
         uri=folder.checkpoint(version),
@@ -133,10 +138,16 @@ def ancestry(folder: RunFolder, version: int) -> Ancestry:
         data=record.data,
         model=record.model,
         attempts=_attempts(folder, {step.attempt for step in closed}),
-        steps=[_step(folder, step) for step in closed],
+        steps=_of_each(closed, lambda step: _step(folder, step)),
         prompts=_prompts(closed),
         parent=_parent(record.model["folder"]),
     )
+
+
+def _of_each(steps: Sequence[StepManifest], do: Callable[[StepManifest], R]) -> list[R]:
+    """Side by side: reading a table leaves the interpreter free, and waits where the run is far away."""
+    with ThreadPoolExecutor(STEPS_AT_ONCE) as pool:
+        return list(pool.map(do, steps))
 
 
 def _state(folder: RunFolder, last: StepManifest) -> str:
@@ -175,12 +186,15 @@ def _graders(closed: StepManifest) -> list[str]:
 def _prompts(closed: Sequence[StepManifest]) -> list[PromptLink]:
     """Every prompt that was served, in the order in which it first was."""
     found: dict[str, PromptLink] = {}
-    for step in closed:
-        for ref in tables_of(step, "sample"):
-            for row in columns(ref, ["prompt_id", "dataset", "row"]).to_pylist():
-                link = found.setdefault(row["prompt_id"], PromptLink(**row, steps=[]))
-                link.steps.append(step.step)
+    for step, rows in zip(closed, _of_each(closed, _served), strict=True):
+        for row in rows:
+            found.setdefault(row["prompt_id"], PromptLink(**row, steps=[])).steps.append(step.step)
     return list(found.values())
+
+
+def _served(closed: StepManifest) -> list[dict[str, Any]]:
+    names = ["prompt_id", "dataset", "row"]
+    return [row for ref in tables_of(closed, "sample") for row in columns(ref, names).to_pylist()]
 
 
 def _attempts(folder: RunFolder, numbers: set[int]) -> list[AttemptLink]:
