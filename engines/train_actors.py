@@ -176,18 +176,9 @@ def create_train_engine(
     return engine
 
 
-def start_train_engine(
-    run: str,
-    setup: TrainSetup,
-    *,
-    rank_class: str,
-    timeout_seconds: float,
-    resources: Sequence[Mapping[str, Any]] | None = None,
-) -> TrainActors:
+def start_train_engine(run: str, setup: TrainSetup, **options: Any) -> TrainActors:
     """Create a train engine and wait until all ranks hold their part of the model; none is left when that fails."""
-    engine = create_train_engine(
-        run, setup, rank_class=rank_class, timeout_seconds=timeout_seconds, resources=resources
-    )
+    engine = create_train_engine(run, setup, **options)
     engine.load()
     return engine
 
