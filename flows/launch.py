@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect.exceptions import TerminationSignal
 
@@ -20,6 +20,8 @@ from milepost.flows.train import resume, resume_command, train
 from milepost.flows.view import is_unreported
 from milepost.storage import attempts, files, runs
 from milepost.storage.runs import RunFolder
+
+R = TypeVar("R")
 
 
 def check(request: Request, allowed: Sequence[str]) -> RunFolder:
@@ -55,7 +57,7 @@ def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] =
 def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
     with serving():
         try:
-            _run(begin)
+            run_flow(begin)
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
             if files.exists(folder.record):
                 raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(error)}; {_hint(folder, root)}") from error
@@ -79,11 +81,11 @@ def serving() -> Iterator[None]:
             yield
 
 
-def _run(begin: Callable[[], Coroutine[Any, Any, str]]) -> None:
-    """Call a flow; how its body ended counts, and not that Prefect could not be told."""
+def run_flow(begin: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    """What a flow returned; how its body ended counts, and not that Prefect could not be told."""
     with watched() as outcome:
         try:
-            asyncio.run(begin())
+            return asyncio.run(begin())
         except Exception as error:  # Prefect raises what the flow raised, and beside it errors of its own
             if not is_unreported(error):
                 raise
@@ -94,6 +96,8 @@ def _run(begin: Callable[[], Coroutine[Any, Any, str]]) -> None:
             if not outcome.done:
                 raise
             say("the run ended well; Prefect was not told, because it did not answer")
+            result: R = outcome.result
+            return result
 
 
 @contextmanager

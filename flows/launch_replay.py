@@ -1,6 +1,5 @@
 """Replays from the command line, against a Prefect server that is there or is started, and what is shown of them."""
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -8,10 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from milepost.flows.launch import serving
-from milepost.flows.outcome import watched
+from milepost.flows.launch import run_flow, serving
 from milepost.flows.replay import replay, step_range
-from milepost.flows.view import is_unreported
 from milepost.flows.what_if import changed, what_if
 from milepost.storage import attempts, manifest, runs
 from milepost.storage.runs import RunFolder
@@ -40,17 +37,8 @@ def _check_steps(folder: RunFolder, steps: str) -> None:
 
 
 def _run(begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
-    """What a flow returned, whether or not Prefect could be told."""
-    with serving(), watched() as outcome:
-        try:
-            return asyncio.run(begin())
-        except Exception as error:
-            if not is_unreported(error):
-                raise
-            if outcome.error:
-                raise outcome.error from None
-            found: dict[str, Any] = outcome.result
-            return found
+    with serving():
+        return run_flow(begin)
 
 
 def show_verdict(found: dict[str, Any], *, as_json: bool) -> None:

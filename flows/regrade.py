@@ -17,7 +17,7 @@ from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
 from milepost.flows.replay import step_range
 from milepost.storage import attempts, manifest, runs
-from milepost.storage.journal import Slot
+from milepost.storage.ancestry import tables_of
 from milepost.storage.parameters import RewardSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
@@ -83,9 +83,8 @@ def judged(score: float | None, threshold: float) -> str:
 
 def step_rollouts(folder: RunFolder, step: int) -> pa.Table:
     """Every sample of a finished step with what it was scored, kept or not."""
-    entries = manifest.load(folder, step).commits
-    refs = [TableRef(**entry["tables"]["rollouts"]) for entry in entries if Slot.parse(entry["slot"]).stage == "filter"]
-    return concat([read_table(ref) for ref in refs], ROLLOUTS)
+    refs = tables_of(manifest.load(folder, step), "filter")
+    return concat([read_table(TableRef(**ref)) for ref in refs], ROLLOUTS)
 
 
 async def regrade_steps(

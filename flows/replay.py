@@ -138,9 +138,8 @@ async def judge(
     digest = await asyncio.to_thread(trainer.digest)
     weights = compare_weights(stored, digest)
     if tolerance and weights.first:
-        weights = Comparison(
-            None, math.nextafter(0.0, 1.0)
-        )  # other in their last bits: the next log-probs tell how far
+        # Other in their last bits; the next step's log-probabilities tell how far.
+        weights = Comparison(None, math.nextafter(0.0, 1.0))
     verdicts = [_verdict(stored, stage, comparison) for stage, comparison in found.items()]
     return [*verdicts, _verdict(stored, "weights", weights)]
 

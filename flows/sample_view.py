@@ -45,7 +45,7 @@ def stored_sample(folder: RunFolder, sample: str) -> dict[str, Any]:
 def _tables(folder: RunFolder, stage: str, step: int | None) -> list[str]:
     """The tables of a stage in the step that a sample's id names; of all steps for an id from elsewhere."""
     if step is None:
-        return [uri for _, uri in committed(folder, stage)]
+        return [uri for _, uri in committed(folder).tables(stage)]
     commits = StepStore(folder.step(step), folder.run_id, step).commits()
     found = [commit for commit in commits if Slot.parse(commit.slot).stage == stage]
     return [ref.uri for commit in found for ref in commit.tables.values()]

@@ -7,6 +7,7 @@ given). Each has `run_id` and `step`.
 
 import fnmatch
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import duckdb
@@ -15,7 +16,8 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from milepost.storage import attempts, files, manifest, runs
-from milepost.storage.journal import Slot, StepStore
+from milepost.storage.ancestry import tables_of
+from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
@@ -47,25 +49,26 @@ def chosen_runs(root: str, run: str, pattern: str = "") -> list[RunFolder]:
     return [folder, *(found for found in others if found.run_id != run)]
 
 
-def committed(folder: RunFolder, stage: str) -> list[tuple[int, str]]:
-    """Step and address of every table that a stage of a run has committed, the unfinished step's included."""
-    finished = manifest.finished_steps(folder)
-    entries = [(step, entry) for step in finished for entry in manifest.load(folder, step).commits]
-    found = [
-        (step, ref["uri"]) for step, entry in entries if _is(entry["slot"], stage) for ref in entry["tables"].values()
-    ]
-    step = len(finished)
-    going = StepStore(folder.step(step), folder.run_id, step).commits()
-    return found + [(step, ref.uri) for commit in going if _is(commit.slot, stage) for ref in commit.tables.values()]
+@dataclass(frozen=True)
+class Committed:
+    """What a run has committed: its finished steps, and what there is of the one after them."""
+
+    folder: RunFolder
+    closed: list[StepManifest]
+    going: list[Commit]
+
+    def tables(self, stage: str) -> list[tuple[int, str]]:
+        """Step and address of every table of a stage."""
+        found = [(step.step, str(ref["uri"])) for step in self.closed for ref in tables_of(step, stage)]
+        going = [commit for commit in self.going if Slot.parse(commit.slot).stage == stage]
+        return found + [(len(self.closed), ref.uri) for commit in going for ref in commit.tables.values()]
 
 
-def _is(slot: str, stage: str) -> bool:
-    return Slot.parse(slot).stage == stage
-
-
-def rollout_files(folder: RunFolder) -> list[str]:
-    """The newest table of every shard that is committed, in order: each sample once."""
-    return [uri for _, uri in committed(folder, "filter")]
+def committed(folder: RunFolder) -> Committed:
+    """Read once, for all that is asked of it."""
+    closed = [manifest.load(folder, step) for step in manifest.finished_steps(folder)]
+    step = len(closed)
+    return Committed(folder, closed, StepStore(folder.step(step), folder.run_id, step).commits())
 
 
 def query(folders: list[RunFolder], statement: str) -> pa.Table:
@@ -83,10 +86,10 @@ def query(folders: list[RunFolder], statement: str) -> pa.Table:
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, folders: list[RunFolder]) -> None:
-    _view(connection, "rollouts", [uri for folder in folders for uri in rollout_files(folder)], ROLLOUTS)
-    given = [uri for folder in folders for _, uri in committed(folder, "optimize")]
-    _view(connection, "batches", given, ROLLOUTS)
-    served = [(folder.run_id, step, uri) for folder in folders for step, uri in committed(folder, "sample")]
+    stored = [committed(folder) for folder in folders]
+    for name, stage in (("rollouts", "filter"), ("batches", "optimize")):
+        _view(connection, name, [uri for run in stored for _, uri in run.tables(stage)], ROLLOUTS)
+    served = [(run.folder.run_id, step, uri) for run in stored for step, uri in run.tables("sample")]
     _view(connection, "served", [uri for _, _, uri in served], PROMPTS, filename=True)
     names = ("run_id", "step", "filename")
     tables = (
@@ -94,9 +97,9 @@ def _create_views(connection: duckdb.DuckDBPyConnection, folders: list[RunFolder
     )
     connection.register("serving_files", tables)
     connection.execute(_PROMPTS)
-    closed = [(folder, manifest.load(folder, step)) for folder in folders for step in manifest.finished_steps(folder)]
-    connection.register("steps", _steps([found for _, found in closed]))
-    connection.register("metrics", _metrics([found for _, found in closed]))
+    closed = [step for run in stored for step in run.closed]
+    connection.register("steps", _steps(closed))
+    connection.register("metrics", _metrics(closed))
     connection.execute(_VERDICTS)
     connection.execute(_DROPS)
 
