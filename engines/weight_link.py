@@ -4,6 +4,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from milepost.engines.protocols import PauseMode, WeightVersion
@@ -20,10 +21,10 @@ class PushFailed(RuntimeError):
 class EngineLink:
     """An engine under an update. Its version label names no weights until all of them have been loaded."""
 
-    def __init__(self, url: str, deadline: float) -> None:
+    def __init__(self, url: str, seconds_left: Callable[[], float]) -> None:
         self.url = url
         self.group = ""  # the process group it was asked to join, if any
-        self._deadline = deadline
+        self._seconds_left = seconds_left
         info = self.ask("/server_info")
         self.is_embedded = info.get("engine") == "milepost"
         self.ranks = int(info.get("tp_size", 1))
@@ -47,7 +48,8 @@ class EngineLink:
 
     def give_up(self) -> None:
         """Leave nothing half open. The label stays one that names no weights."""
-        self._deadline = time.monotonic() + GIVE_UP_SECONDS
+        until = time.monotonic() + GIVE_UP_SECONDS
+        self._seconds_left = lambda: until - time.monotonic()
         for path, body in (("/destroy_weights_update_group", {"group_name": self.group}), ("/end_weight_update", {})):
             try:
                 self.ask(path, body)
@@ -58,9 +60,8 @@ class EngineLink:
         """The JSON an endpoint answers, {} for other text; PushFailed with the engine's own words when it refuses."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        left = self._deadline - time.monotonic()
         try:
-            with urllib.request.urlopen(request, timeout=max(left, 0.01)) as response:
+            with urllib.request.urlopen(request, timeout=max(self._seconds_left(), 0.01)) as response:
                 answer = _json(response.read())
         except urllib.error.HTTPError as error:
             raise PushFailed(f"{self.url} refused {path} ({error.code}): {_words(error.read())}") from None

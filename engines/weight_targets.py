@@ -24,9 +24,13 @@ class Targets:
         self.failed: dict[str, str] = {}
         self.links: dict[str, EngineLink] = {}
         self._pool = ThreadPoolExecutor(max(1, IN_FLIGHT * len(urls)), thread_name_prefix="push")
-        found = {url: self._pool.submit(EngineLink, url, self.deadline) for url in urls}
+        found = {url: self._pool.submit(EngineLink, url, self.seconds_left) for url in urls}
         self.settle(found)
         self.links = {url: link.result() for url, link in found.items() if url not in self.failed}
+
+    def seconds_left(self) -> float:
+        """Until an engine that has not answered is late."""
+        return self.deadline - time.monotonic()
 
     def each(self, ask: Callable[[EngineLink], object]) -> None:
         """Ask every engine, and drop those that fail."""
@@ -37,12 +41,15 @@ class Targets:
         return {url: self._pool.submit(ask, link) for url, link in self.links.items()}
 
     def settle(self, answers: Answers) -> None:
-        """Wait for all answers, and drop those that failed."""
+        """Wait for all answers, and drop those that failed. The rest do not pay for the time a silent engine took."""
+        failed = len(self.failed)
         for url, answer in answers.items():
             try:
                 answer.result()
             except PushFailed as error:
                 self._drop(url, str(error))
+        if len(self.failed) > failed and self.seconds_left() <= 0:
+            self.deadline = time.monotonic() + self.seconds
 
     def start_together(self, what: str, ask: Callable[[EngineLink], object], do: Callable[[Check], None]) -> Answers:
         """Ask every engine for `what` and meanwhile `do` what all take part in: when one fails, so do the others.
@@ -75,7 +82,7 @@ class Targets:
         for answer in answers.values():
             if answer.done():
                 answer.result()
-        if time.monotonic() > self.deadline:
+        if self.seconds_left() <= 0:
             silent = [url for url, answer in answers.items() if not answer.done()]
             raise PushFailed(f"no answer to {what} within {self.seconds:g} s from {', '.join(silent)}")
 

@@ -236,8 +236,18 @@ def test_an_engine_that_refuses_a_bucket_ends_a_broadcast_for_all_and_the_next_p
 def test_an_engine_that_sleeps_is_left_behind_and_the_others_get_the_weights(
     engines: list[Engine], tensors: Tensors, faulty: FaultyEngine
 ) -> None:
-    report = pushed(tensors, [engines[0].url, faulty.url], open_carrier("tensor"), seconds=3)
-    assert "did not answer /update_weights_from_tensor before the deadline" in report.failed[faulty.url]
+    report = pushed(tensors, [engines[0].url, faulty.url], open_carrier("tensor"), seconds=5)
+    late = f"{faulty.url} did not answer /update_weights_from_tensor before the deadline"
+    assert report.failed == {faulty.url: late}
+    assert engines[0].actor.weight_version() == report.version
+
+
+@pytest.mark.parametrize("faulty", [("/server_info", "sleeps")], indirect=True)
+def test_an_engine_that_is_silent_from_the_start_leaves_the_others_their_whole_time(
+    engines: list[Engine], tensors: Tensors, faulty: FaultyEngine
+) -> None:
+    report = pushed(tensors, [engines[0].url, faulty.url], open_carrier("tensor"), seconds=5)
+    assert report.failed == {faulty.url: f"{faulty.url} did not answer /server_info before the deadline"}
     assert engines[0].actor.weight_version() == report.version
 
 
