@@ -135,20 +135,10 @@ def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GP
 
 def compile_layers(gpt: GPTModel, backend: str = "inductor") -> None:
     """Each layer as one graph, which all layers share."""
-    _prepare_to_compile(gpt)
-    for layer in gpt.decoder.layers:
-        layer.forward = torch.compile(layer.forward, backend=backend)
-
-
-def compile_decoder(gpt: GPTModel, backend: str = "inductor") -> None:
-    """All layers as one graph: one call in place of many, and as many times longer to compile."""
-    _prepare_to_compile(gpt)
-    gpt.decoder.forward = torch.compile(gpt.decoder.forward, backend=backend, dynamic=True)
-
-
-def _prepare_to_compile(gpt: GPTModel) -> None:
     torch._dynamo.config.recompile_limit = 64  # with and without gradients, one sample and several, any lengths
     gpt.decoder.register_forward_pre_hook(_own_input, with_kwargs=True)
+    for layer in gpt.decoder.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
 
 
 def _own_input(decoder: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,6 @@
 """A Megatron trainer with random weights of a Qwen3's shape, in this process, and batches for it."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from milepost.engines.megatron_memory import Parked
 from milepost.engines.megatron_model import (
     build_model,
     build_optimizer,
-    compile_decoder,
     compile_layers,
     device,
     set_rates,
@@ -51,7 +49,7 @@ def hf_config(size: str) -> dict[str, Any]:
 class Variant:
     """How a trainer is compiled, and whether its kernels must add in one order."""
 
-    compile: Callable[[Any], None] | None = compile_layers
+    compiled: bool = True
     deterministic: bool = True
     cpp_wrapper: bool = False
 
@@ -64,13 +62,10 @@ class Variant:
 
 
 VARIANTS = {
-    "eager": Variant(compile=None),
+    "eager": Variant(compiled=False),
     "layers": Variant(),
     "layers-any-order": Variant(deterministic=False),
     "layers-cpp": Variant(cpp_wrapper=True),
-    "decoder": Variant(compile=compile_decoder),
-    "decoder-any-order": Variant(compile=compile_decoder, deterministic=False),
-    "decoder-cpp": Variant(compile=compile_decoder, cpp_wrapper=True),
 }
 
 
@@ -79,7 +74,7 @@ class Trainer:
 
     def __init__(self, size: str, perf: PerfSection, variant: str) -> None:
         self.size, self.variant, self.config, self.perf = size, variant, hf_config(size), perf
-        chosen, on_gpu = VARIANTS[variant], torch.cuda.is_available()
+        chosen = VARIANTS[variant]
         shape, model = read_shape(self.config), ModelSection()
         megatron_world.keep_to_loopback(megatron_world.LOOPBACK)
         store = megatron_world.open_store(megatron_world.LOOPBACK, 1)
@@ -88,14 +83,15 @@ class Trainer:
         if not chosen.deterministic:
             torch.use_deterministic_algorithms(False)
         gpt = build_model(shape, model, perf)
-        if chosen.compile is not None and on_gpu:
-            chosen.compile(gpt)
+        compiled = chosen.compiled and torch.cuda.is_available()
+        if compiled:
+            compile_layers(gpt)
         with torch.no_grad():
             for parameter in gpt.parameters():
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.gpt, self.model = gpt, wrap_model(gpt)
         self.optimizer = build_optimizer(self.model, OptimizerSection(), perf)
-        self.passes = Passes(self.model, shape, 1.0, compiled=chosen.compile is not None and on_gpu)
+        self.passes = Passes(self.model, shape, 1.0, compiled=compiled)
         self.parked = Parked()
 
     def micro_batches(self, lengths: list[int], count: int) -> tuple[list[Sample], list[MicroBatch]]:
