@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from milepost.engines import cluster
+from milepost.engines.observed import Observed
 from milepost.storage.registry import load_dotted
 
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
@@ -32,6 +33,7 @@ class HttpServer:
             app,
             loop="uvloop",
             http="httptools",
+            log_config=None,  # what it logs goes where this process logs
             log_level="warning",
             access_log=False,
             timeout_keep_alive=300,  # longer than a client's pool keeps a connection, so that it closes first
@@ -76,7 +78,7 @@ def bind(host: str, port: int) -> socket.socket:
     return server
 
 
-class AppServer:
+class AppServer(Observed):
     """Ray actor: serves the ASGI application that `factory` ("pkg.mod:fn") builds from `kwargs`."""
 
     def __init__(self, factory: str, kwargs: dict[str, Any], host: str = "", port: int = 0) -> None:
@@ -96,11 +98,6 @@ class AppServer:
         if self._server is None:
             raise RuntimeError("the application is not running")
         return self._server.url
-
-    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
-    def stack(self) -> str:
-        """What every thread is doing now, for an application that does not answer."""
-        return cluster.stacks_here()
 
     def stop(self) -> None:
         if self._server is not None:

@@ -22,6 +22,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 
+from milepost.engines.actor_logs import log_path
+
 NAMESPACE = "milepost"
 LOOPBACK = "127.0.0.1"
 CONTROL = "control"  # the concurrency group of methods that answer while an actor works
@@ -154,7 +156,10 @@ def start_actor(
     deadline = time.monotonic() + NAME_SECONDS
     while True:
         try:
-            return named.remote(*args, **kwargs)
+            handle = named.remote(*args, **kwargs)
+            if path := log_path(name):
+                handle.log_to.remote(path)  # before it is asked for anything else
+            return handle
         except ray.exceptions.ActorAlreadyExistsError:
             if time.monotonic() > deadline:
                 raise EngineNameTaken(f"an engine called {name!r} is running already: stop that run first") from None

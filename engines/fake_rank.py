@@ -17,11 +17,11 @@ from milepost.engines.protocols import (
 from milepost.storage import checkpoints, files
 from milepost.storage.parameters import SyncSection
 from milepost.storage.schema import ROLLOUTS
-from milepost.storage.tables import TableRef, read_table, with_columns, write_table
+from milepost.storage.tables import TableRef, encode, read_table, with_columns, write_table
 
 
 class FakeRank:
-    """Its weights are a chain: the digest of the weights before and of the batch that was applied."""
+    """Its weights are a chain: the digest of the weights before and of the samples that were applied."""
 
     def __init__(self, rank: int, world: int, setup: object) -> None:
         self._world = world
@@ -38,15 +38,18 @@ class FakeRank:
         """Nothing to join."""
 
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
-        """The rollout's own log-probabilities: the fake model is the one that sampled."""
+        """The rollout's own log-probabilities, as if the fake model had sampled; zeros where there are none."""
         table = read_table(batch)
         column = "old_logprobs" if role == "policy" else "ref_logprobs"
-        return write_table(uri, with_columns(table, {column: table["rollout_logprobs"].to_pylist()}), ROLLOUTS)
+        stored, tokens = (table[name].to_pylist() for name in ("rollout_logprobs", "response_token_ids"))
+        found = [[0.0] * len(ids) if known is None else known for known, ids in zip(stored, tokens, strict=True)]
+        return write_table(uri, with_columns(table, {column: list(found)}), ROLLOUTS)
 
     def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
         if key in self._results:
             return self._results[key]
-        self._state = hashlib.sha256(f"{self._state}{batch.digest}".encode()).hexdigest()
+        content = read_table(batch).drop_columns(["run_id", "step"])  # samples teach the same in whatever run they are
+        self._state = hashlib.sha256(f"{self._state}{files.digest_of(encode(content))}".encode()).hexdigest()
         metrics = {"loss": 0.0, "grad_norm": 1.0, "lr": 0.0, "samples": float(batch.rows)}
         self._last = UpdateResult(key, True, self._optimizer_steps() + 1, metrics)
         self._results[key], self._version = self._last, None

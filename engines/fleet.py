@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
-from milepost.engines.gpu_placement import engine_share, rank_shares, reserved
+from milepost.engines.frozen_model import frozen_model
+from milepost.engines.gpu_placement import engine_share, rank_shares, reserved, shares_gpus
 from milepost.engines.graders import GraderPool
+from milepost.engines.protocols import WeightHolder
 from milepost.engines.rollout_actor import (
     RolloutActor,
     connect_rollout_engine,
@@ -27,6 +29,7 @@ from milepost.engines.sglang_engine import SglangEngine
 from milepost.engines.sglang_flags import server_flags
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, create_train_engine, rank_name
 from milepost.storage.parameters import Parameters
+from milepost.storage.stages import WHOLE, Course
 
 ROUTER_FACTORY = "milepost.router.app:build_app"
 RANKS = {
@@ -37,11 +40,22 @@ RANKS = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """A run's engines as its tasks see them."""
+    """A run's engines as its tasks see them, without a trainer where nothing is trained, and so on.
 
-    trainer: TrainActors
+    Without a trainer `frozen` has the weights that engines are to serve.
+    """
+
+    trainer: TrainActors | None
     engines: list[RolloutActor]
     router_url: str
+    frozen: WeightHolder | None = None
+
+    @property
+    def weights(self) -> WeightHolder:
+        """Who gives the engines what they serve."""
+        holder = self.trainer or self.frozen
+        assert holder is not None
+        return holder
 
 
 class Closing(Protocol):
@@ -128,7 +142,7 @@ def start_rollout(run: str, index: int, parameters: Parameters, model_dir: str) 
 def _serve_all(engines: list[RolloutActor], parameters: Parameters) -> None:
     """Have the engines serve, side by side unless each is to leave its GPU to the next before that comes."""
     timeout = parameters.engines.start_timeout_seconds
-    if not parameters.perf.colocate:
+    if not shares_gpus(parameters):
         serve(engines, timeout_seconds=timeout)
         return
     for engine in engines:
@@ -148,9 +162,14 @@ def _router_name(run: str) -> str:
 
 @contextmanager
 def fleet(
-    run: str, parameters: Parameters, model_dir: str, *, engine_options: Mapping[str, Any] | None = None
+    run: str,
+    parameters: Parameters,
+    model_dir: str,
+    *,
+    course: Course = WHOLE,
+    engine_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Fleet]:
-    """Start every process of `run`, and end them all on the way out, whatever happened.
+    """Start every process that the stages of `run` need, and end them all on the way out, whatever happened.
 
     All processes come first and models after them, because importing takes as long as loading a small model.
     `engine_options` are further arguments of the rollout engine's class.
@@ -159,18 +178,28 @@ def fleet(
         stack.enter_context(reserved(run, parameters))
         started: list[Closing] = []
         stack.callback(_close_all, started)
-        trainer = create_trainer(run, parameters, model_dir)
-        started.append(trainer)
-        engines = []
-        for index in range(parameters.engines.rollout_engines):
+        trainer = create_trainer(run, parameters, model_dir) if course.trains else None
+        if trainer:
+            started.append(trainer)
+        engines: list[RolloutActor] = []
+        for index in range(_engine_count(parameters, course)):
             engines.append(create_rollout(run, index, parameters, model_dir, options=engine_options))
             started.append(engines[-1])
-        started.append(GraderPool.start(run, workers=parameters.reward.workers))
+        if course.makes("score"):
+            started.append(GraderPool.start(run, workers=parameters.reward.workers))
         _serve_all(engines, parameters)
-        trainer.load()
-        router = _start_router(run, engines, parameters)
-        started.append(router)
-        yield Fleet(trainer, engines, router.url())
+        if trainer:
+            trainer.load()
+        url = ""
+        if engines:
+            router = _start_router(run, engines, parameters)
+            started.append(router)
+            url = router.url()
+        yield Fleet(trainer, engines, url, None if trainer else frozen_model(model_dir, parameters))
+
+
+def _engine_count(parameters: Parameters, course: Course) -> int:
+    return parameters.engines.rollout_engines if course.makes("generate") else 0
 
 
 def _close_all(started: Sequence[Closing]) -> None:
@@ -180,17 +209,16 @@ def _close_all(started: Sequence[Closing]) -> None:
             closing.result()
 
 
-def connect_fleet(run: str, parameters: Parameters) -> Fleet:
+def connect_fleet(run: str, parameters: Parameters, course: Course = WHOLE) -> Fleet:
     """The running engines of `run`; EngineMissing names the rank or router that is not there.
 
     How long the trainer may take is for the caller to say: a stage has a deadline.
     """
-    timeout, count = parameters.sync.timeout_seconds, parameters.engines.rollout_engines
-    return Fleet(
-        trainer=connect_train_engine(run, world_size(parameters), timeout_seconds=math.inf),
-        engines=[connect_rollout_engine(run, index, timeout_seconds=timeout) for index in range(count)],
-        router_url=cluster.wait(cluster.actor(_router_name(run)).url.remote(), timeout, what="the router"),
-    )
+    timeout, count = parameters.sync.timeout_seconds, _engine_count(parameters, course)
+    trainer = connect_train_engine(run, world_size(parameters), timeout_seconds=math.inf) if course.trains else None
+    engines = [connect_rollout_engine(run, index, timeout_seconds=timeout) for index in range(count)]
+    url = cluster.wait(cluster.actor(_router_name(run)).url.remote(), timeout, what="the router") if engines else ""
+    return Fleet(trainer, engines, url)
 
 
 def stacks(run: str, parameters: Parameters) -> dict[str, str]:

@@ -42,6 +42,11 @@ def slots(parameters: Parameters) -> Slots:
     return Slots(ranks, [[first + index * size + gpu for gpu in range(size)] for index in range(started)])
 
 
+def shares_gpus(parameters: Parameters) -> bool:
+    """Whether trainer and rollout engines take turns on the same GPUs: a run may have only one of them."""
+    return parameters.perf.colocate and "none" not in (parameters.engines.train, parameters.engines.rollout)
+
+
 def check_gpus(parameters: Parameters, available: int) -> None:
     """ValueError when a cluster that has GPUs has too few; one without runs everything on the CPU."""
     wanted = slots(parameters)

@@ -1,7 +1,8 @@
 """A process that runs named functions under a deadline and a memory limit: whatever they do, there is an answer.
 
-It is a program of its own and talks JSON over a socket, so it needs nothing of the caller's main module, and a grader
-that prints, forks, exits or crashes harms nobody. Run as `python -m milepost.engines.grader_process FD`.
+It is a program of its own and talks lines of JSON over a socket, so it needs nothing of the caller's main module, and a
+grader that prints, forks, exits or crashes harms nobody. A line to it holds calls; each is answered with a line as soon
+as it is made. Run as `python -m milepost.engines.grader_process FD BYTES`.
 """
 
 import contextlib
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, BinaryIO
 
 from milepost.storage.registry import load_dotted
 
@@ -26,6 +27,9 @@ MAX_TIMEOUT_SECONDS = 24 * 3600.0  # timers overflow after some weeks
 # The kernel ends a grader that outlives its deadline by this much: its caller must have died.
 ORPHAN_SECONDS = 10.0
 RETRIES_AFTER_CRASH = 1
+LOT_SECONDS = 0.2  # calls are sent in lots that take about this long, so that slow ones still spread over the processes
+MAX_LOT = 64
+LOT_GROWTH = 8
 
 
 @dataclass(frozen=True)
@@ -49,39 +53,48 @@ class _Died(Exception):
     """The process ended without an answer."""
 
 
+def lot_size(before: int, answers: Sequence[Answer]) -> int:
+    """How many calls to send next to a process that was sent `before` of them and gave `answers`."""
+    slowest = max(answer.seconds for answer in answers)
+    return max(1, min(LOT_GROWTH * before, MAX_LOT, int(LOT_SECONDS / max(slowest, 1e-6))))
+
+
 class GraderProcess:
     """One process, started on the first call and again after each one that was killed; calls from threads queue up."""
 
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.answered = 0  # one that does not grow while calls wait means that this object is stuck
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._warm: set[str] = set()  # calls by repr: their arguments need not hash
+        self._socket: socket.socket | None = None
+        self._replies: BinaryIO | None = None
+        self._warm: set[str] = set()  # calls as they are sent
         self._lock = threading.Lock()
 
     def ask(self, call: Call, *, timeout_seconds: float, warm_up: Call | None = None) -> Answer:
-        """The answer to `call` within `timeout_seconds`.
+        """The answer to one call; see `ask_all`."""
+        return self.ask_all([call], timeout_seconds=timeout_seconds, warm_up=warm_up)[0]
 
-        `warm_up` runs before it, once in each process and outside the deadline, so that imports are on nobody's clock.
-        A crash is tried again in a new process, because it may have come from outside.
+    def ask_all(self, calls: Sequence[Call], *, timeout_seconds: float, warm_up: Call | None = None) -> list[Answer]:
+        """The answer to each call, in order, each within `timeout_seconds` of the answer before it.
+
+        `warm_up` runs first, once in each process and outside the deadline, so that imports are on nobody's clock. A
+        call that hangs or ends its process costs no other: those behind it are made in a new one. A crash is tried
+        again, because it may have come from outside.
         """
-        try:
-            json.dumps(call.args)
-        except (TypeError, ValueError) as error:
-            return Answer(None, f"error: {type(error).__name__}: {error}", 0.0)
-        timeout_seconds = min(timeout_seconds, MAX_TIMEOUT_SECONDS)
+        texts = [_text(call) for call in calls]
+        sent = [text for text in texts if isinstance(text, str)]
         with self._lock:
-            for _ in range(RETRIES_AFTER_CRASH):
-                answer = self._attempt(call, timeout_seconds, warm_up)
-                if answer.reason != "crash":
-                    return answer
-            return self._attempt(call, timeout_seconds, warm_up)
+            answers = iter(self._answers(sent, min(timeout_seconds, MAX_TIMEOUT_SECONDS), warm_up))
+        return [next(answers) if isinstance(text, str) else text for text in texts]
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
-        process, connection = self._process, self._connection
-        self._process = self._connection = None
+        process, connection, replies = self._process, self._socket, self._replies
+        self._process = self._socket = self._replies = None
         self._warm = set()
+        if replies is not None:
+            replies.close()
         if connection is not None:
             connection.close()
         if process is not None:
@@ -89,46 +102,92 @@ class GraderProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _attempt(self, call: Call, timeout_seconds: float, warm_up: Call | None) -> Answer:
-        started = time.monotonic()
+    def _answers(self, calls: list[str], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
+        answers: list[Answer] = []
+        crashes = 0  # of the call after the answers
+        while len(answers) < len(calls):
+            found, lost = self._attempt(calls[len(answers) :], timeout_seconds, warm_up)
+            answers += found
+            crashes = 0 if found else crashes
+            if lost is None:
+                continue
+            crashes += lost.reason == "crash"
+            if lost.reason != "crash" or crashes > RETRIES_AFTER_CRASH:
+                answers.append(lost)
+                crashes = 0
+        return answers
+
+    def _attempt(
+        self, calls: list[str], timeout_seconds: float, warm_up: Call | None
+    ) -> tuple[list[Answer], Answer | None]:
+        """The answers of one process up to the call that it was lost with, and that call's; None when it was not."""
+        answers: list[Answer] = []
+        since = time.monotonic()
         try:
-            for first in (Call(f"{__name__}:use_path", (sys.path,)), warm_up):
-                if first is not None and repr(first) not in self._warm:
-                    answer = self._exchange(first, START_SECONDS)
-                    if answer.reason is not None:
-                        return answer
-                    self._warm.add(repr(first))
-            return self._exchange(call, timeout_seconds)
+            refused = self._refused(warm_up)
+            if refused is not None:
+                return [refused] * len(calls), None
+            for answer in self._exchange(calls, timeout_seconds):
+                answers.append(answer)
+                self.answered += 1
+                since = time.monotonic()
         except (_Died, TimeoutError) as error:
             self.close()
             reason = "crash" if isinstance(error, _Died) else "timeout"
-            return Answer(None, reason, time.monotonic() - started)
+            return answers, Answer(None, reason, time.monotonic() - since)
+        except BaseException:  # answers that nobody waits for would be taken for those to other calls
+            self.close()
+            raise
+        return answers, None
 
-    def _exchange(self, call: Call, timeout_seconds: float) -> Answer:
-        connection = self._connection or self._start()
-        request = json.dumps({"function": call.function, "args": call.args, "timeout_seconds": timeout_seconds})
-        started = time.monotonic()
+    def _refused(self, warm_up: Call | None) -> Answer | None:
+        """Why this process cannot be warmed up, if it cannot."""
+        for first in (Call(f"{__name__}:use_path", (sys.path,)), warm_up):
+            text = None if first is None else _text(first)
+            if isinstance(text, Answer):
+                return text
+            if text is not None and text not in self._warm:
+                (answer,) = self._exchange([text], START_SECONDS)
+                if answer.reason is not None:
+                    return answer
+                self._warm.add(text)
+        return None
+
+    def _exchange(self, calls: list[str], timeout_seconds: float) -> Iterator[Answer]:
+        """Send calls at once, and take their answers one by one as they come."""
+        connection, replies = self._connected()
+        connection.settimeout(timeout_seconds)
         try:
-            connection.send_bytes(request.encode())
-            if not connection.poll(timeout_seconds):
-                raise TimeoutError
-            reply = json.loads(connection.recv_bytes())
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+            connection.sendall(f'{{"timeout_seconds": {timeout_seconds}, "calls": [{", ".join(calls)}]}}\n'.encode())
+            for _ in calls:
+                line = replies.readline()
+                if not line.endswith(b"\n"):
+                    raise _Died
+                yield Answer(**json.loads(line))
+        except (BrokenPipeError, ConnectionResetError):
             raise _Died from None
-        return Answer(reply["value"], reply["reason"], time.monotonic() - started)
 
-    def _start(self) -> Connection:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._memory_bytes)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
-        return self._connection
+    def _connected(self) -> tuple[socket.socket, BinaryIO]:
+        if self._socket is None or self._replies is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._memory_bytes)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    start_new_session=True,
+                )
+            self._socket, self._replies = ours, ours.makefile("rb")
+        return self._socket, self._replies
+
+
+def _text(call: Call) -> str | Answer:
+    """A call as it is sent; the answer to it when it cannot be."""
+    try:
+        return json.dumps([call.function, call.args])
+    except (TypeError, ValueError) as error:
+        return Answer(None, f"error: {type(error).__name__}: {error}", 0.0)
 
 
 def use_path(path: list[str]) -> None:
@@ -136,26 +195,27 @@ def use_path(path: list[str]) -> None:
     sys.path[:] = [os.path.abspath(entry) for entry in path]
 
 
-def _serve(connection: Connection) -> None:
-    while True:
-        try:
-            request = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_seconds"] + ORPHAN_SECONDS)
-        reply = _reply(request["function"], request["args"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send_bytes(reply.encode())
+def _serve(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError), connection.makefile("rb") as requests:
+        for line in requests:
+            request = json.loads(line)
+            for function, args in request["calls"]:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, request["timeout_seconds"] + ORPHAN_SECONDS)
+                reply = _reply(function, args)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                connection.sendall(reply.encode() + b"\n")
 
 
 def _reply(function: str, args: list[Any]) -> str:
+    started = time.monotonic()
     try:
         value = load_dotted(function, group="function")(*args)
-        return json.dumps({"value": value, "reason": None})
+        return json.dumps({"value": value, "reason": None, "seconds": time.monotonic() - started})
     except Exception as error:  # a grader's error is its answer, of whatever type it is
         text = " ".join(str(error).split())[:500]
-        return json.dumps({"value": None, "reason": f"error: {type(error).__name__}: {text}"})
+        reason = f"error: {type(error).__name__}: {text}"
+        return json.dumps({"value": None, "reason": reason, "seconds": time.monotonic() - started})
 
 
 def _limit_memory(size: int) -> None:
@@ -166,4 +226,4 @@ def _limit_memory(size: int) -> None:
 
 if __name__ == "__main__":
     _limit_memory(int(sys.argv[2]))
-    _serve(Connection(int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])))

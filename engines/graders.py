@@ -13,38 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.engines import cluster
-from milepost.engines.grader_process import MEMORY_BYTES, START_SECONDS, Answer, Call, GraderProcess
+from milepost.engines.grader_process import MEMORY_BYTES, START_SECONDS, Answer, Call, GraderProcess, lot_size
 
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
 
 __all__ = ["Answer", "Call", "GraderPool"]
 
-CHUNK_SECONDS = 0.2  # calls are sent in lots that take about this long, so that slow ones still spread over the workers
-MAX_CHUNK = 64
 ATTEMPTS = 5  # with RESTART_SECONDS between them: a restart takes a second or two
 BEAT_TIMEOUT_SECONDS = 10.0
 RESTART_SECONDS = 0.5
 
 
 class _Grader:
-    """The actor: one grader process and a count of its answers."""
+    """The actor: one grader process."""
 
     def __init__(self, path: list[str], memory_bytes: int) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._process = GraderProcess(memory_bytes=memory_bytes)
-        self._answered = 0
 
     def ask(self, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
-        answers = []
-        for call in calls:
-            answers.append(self._process.ask(call, timeout_seconds=timeout_seconds, warm_up=warm_up))
-            self._answered += 1
-        return answers
+        return self._process.ask_all(calls, timeout_seconds=timeout_seconds, warm_up=warm_up)
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def beat(self) -> int:
         """Calls answered so far: one that does not grow while calls wait means a stuck actor."""
-        return self._answered
+        return self._process.answered
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def close(self) -> None:
@@ -87,11 +80,10 @@ class GraderPool:
         async def work(actor: Any) -> None:
             size = 1
             while places := list(itertools.islice(position, size)):
-                chunk = [calls[place] for place in places]
-                found = await _ask(actor, chunk, timeout_seconds, warm_up)
+                lot = [calls[place] for place in places]
+                found = await _ask(actor, lot, timeout_seconds, warm_up)
                 answers.update(zip(places, found, strict=True))
-                slowest = max(answer.seconds for answer in found)
-                size = max(1, min(2 * size, MAX_CHUNK, int(CHUNK_SECONDS / max(slowest, 1e-6))))
+                size = lot_size(size, found)
 
         await asyncio.gather(*(work(actor) for actor in self.actors))
         return [answers[place] for place in range(len(calls))]

@@ -1,12 +1,13 @@
 """Grader processes of this process's own, for work outside a Ray cluster: the same deadlines, without actors."""
 
 import asyncio
+import itertools
 import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from milepost.engines.grader_process import MEMORY_BYTES, Answer, Call, GraderProcess
+from milepost.engines.grader_process import MEMORY_BYTES, Answer, Call, GraderProcess, lot_size
 
 
 class LocalGraders:
@@ -27,13 +28,17 @@ class LocalGraders:
         self, function: str, items: Sequence[Sequence[Any]], *, timeout_seconds: float, warm_up: Call | None = None
     ) -> list[Answer]:
         """`function(*item)` for every item, in order, each within `timeout_seconds`; see GraderPool.map."""
-        waiting = iter(enumerate(items))  # shared by all threads: each takes the next one when it is free
+        calls = [Call(function, tuple(item)) for item in items]
+        position = iter(range(len(calls)))  # shared by all threads: each takes the next lot when it is free
         answers: dict[int, Answer] = {}
 
         def work(process: GraderProcess) -> None:
-            for place, item in waiting:
-                call = Call(function, tuple(item))
-                answers[place] = process.ask(call, timeout_seconds=timeout_seconds, warm_up=warm_up)
+            size = 1
+            while places := list(itertools.islice(position, size)):
+                lot = [calls[place] for place in places]
+                found = process.ask_all(lot, timeout_seconds=timeout_seconds, warm_up=warm_up)
+                answers.update(zip(places, found, strict=True))
+                size = lot_size(size, found)
 
         await asyncio.gather(*(asyncio.to_thread(work, process) for process in self._processes))
-        return [answers[place] for place in range(len(items))]
+        return [answers[place] for place in range(len(calls))]

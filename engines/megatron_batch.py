@@ -4,7 +4,7 @@ Every rank reads the whole table and derives the same split, so ranks agree with
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,13 @@ def trained_samples(table: pa.Table, vocab: int) -> list[Sample]:
     with_reference = sum("ref_logprobs" in sample.columns for sample in samples)
     if with_reference not in (0, len(samples)):
         raise ValueError(f"{with_reference} of {len(samples)} samples have ref_logprobs: fill all of them or none")
+    if not all("rollout_logprobs" in sample.columns for sample in samples):
+        return [_without(sample, "rollout_logprobs") for sample in samples]  # only reported on: of all or of none
     return samples
+
+
+def _without(sample: Sample, column: str) -> Sample:
+    return replace(sample, columns={name: found for name, found in sample.columns.items() if name != column})
 
 
 def split(samples: list[Sample], max_tokens: int, *, rank: int, ranks: int, packing: bool) -> list[list[Sample]]:

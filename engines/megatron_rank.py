@@ -16,12 +16,13 @@ from megatron.core import parallel_state
 from milepost.engines import megatron_batch, megatron_checkpoint, megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.hf_export import local_path
+from milepost.engines.hf_folder import HfFolder
 from milepost.engines.losses import get_loss
 from milepost.engines.megatron_memory import Parked, kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
 from milepost.engines.megatron_outgoing import OutgoingWeights
 from milepost.engines.megatron_step import Passes, denominators
-from milepost.engines.megatron_weights import HfFolder, load_weights
+from milepost.engines.megatron_weights import load_weights
 from milepost.engines.model_layout import check_layout, read_shape
 from milepost.engines.protocols import (
     CheckpointRef,

@@ -5,18 +5,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
 
+from milepost.engines.hf_folder import HfFolder
 from milepost.engines.megatron_model import device
 from milepost.engines.model_layout import ModelShape
-from milepost.storage import files
 
 Kind = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
 
@@ -115,38 +113,6 @@ def join(kind: Kind, slices: Sequence[Tensor], shape: ModelShape) -> list[Tensor
 def _joined(slices: Sequence[Tensor], *, dim: int = 0) -> Tensor:
     """The slices behind each other; one alone is not copied."""
     return slices[0] if len(slices) == 1 else torch.cat(list(slices), dim=dim)
-
-
-class HfFolder:
-    """The safetensors of a Hugging Face folder, read tensor by tensor."""
-
-    def __init__(self, path: str) -> None:
-        self._folder = Path(path)
-        index = self._folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of: dict[str, str] = files.read_json(str(index))["weight_map"]
-            return
-        found = sorted(self._folder.glob("*.safetensors"))
-        if not found:
-            raise ValueError(f"model folder {path!r} has no safetensors files: convert the weights to safetensors")
-        self._file_of = {name: file.name for file in found for name in _names_in(file)}
-
-    def tensor(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise ValueError(
-                f"model folder {str(self._folder)!r} has no weight {name!r}: it is not what config.json says"
-            )
-        with safe_open(self._folder / self._file_of[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.tensor(name)) for name in self._file_of)
-
-
-def _names_in(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
 
 
 def stage_of(weight: Weight, shape: ModelShape, stages: int) -> int:

@@ -124,9 +124,20 @@ class DriverSilent(RuntimeError):
 
 def gpu_bytes() -> int | None:
     """Memory of the smallest GPU of this machine; None where there is none, or none that may be used."""
+    sizes = _gpu_sizes()
+    return min(sizes) * 1024**2 if sizes else None
+
+
+def gpu_count() -> int:
+    """GPUs of this machine that may be used."""
+    return len(_gpu_sizes())
+
+
+def _gpu_sizes() -> list[int]:
+    """Memory of each GPU in MiB."""
     command = shutil.which("nvidia-smi")
     if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return None
+        return []
     query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_SECONDS)
@@ -135,5 +146,4 @@ def gpu_bytes() -> int | None:
     said = " ".join((done.stdout + done.stderr).split())
     if done.returncode and "No devices were found" not in said:
         raise DriverSilent(f"nvidia-smi ends with code {done.returncode}: {said}")
-    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return min(sizes) * 1024**2 if sizes else None
+    return [int(line) for line in done.stdout.split() if line.isdigit()]

@@ -103,7 +103,26 @@ class RolloutEngine(Protocol):
         ...
 
 
-class TrainEngine(Protocol):
+class WeightHolder(Protocol):
+    """Whatever has the weights that rollout engines are to serve."""
+
+    def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
+        """Export the weights as a Hugging Face folder at `uri`, as version `step`.
+
+        `delta` writes what changed since the last export of this kind instead, when there is one to build on.
+        """
+        ...
+
+    def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
+        """Export the weights once more as they were named, or None when they are not `version` any more."""
+        ...
+
+    def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport:
+        """Send the weights, as version `step`, into the paused engines at `urls`, by `sync.transport`."""
+        ...
+
+
+class TrainEngine(WeightHolder, Protocol):
     """A model under training, over any number of ranks."""
 
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
@@ -136,19 +155,4 @@ class TrainEngine(Protocol):
 
         DamagedCheckpoint when a file or a part of the state is missing or has changed; nothing starts fresh.
         """
-        ...
-
-    def weights(self, uri: str, step: int, kind: ExportKind = "full") -> WeightSource:
-        """Export the weights as a Hugging Face folder at `uri`, as version `step`.
-
-        `delta` writes what changed since the last export of this kind instead, when there is one to build on.
-        """
-        ...
-
-    def export(self, uri: str, version: WeightVersion) -> WeightSource | None:
-        """Export the weights once more as they were named, or None when they are not `version` any more."""
-        ...
-
-    def push(self, urls: Sequence[str], step: int, sync: SyncSection) -> PushReport:
-        """Send the weights, as version `step`, into the paused engines at `urls`, by `sync.transport`."""
         ...

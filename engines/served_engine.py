@@ -1,6 +1,8 @@
 """A rollout engine's process: a backend behind its HTTP server, as a Ray actor that is controlled over Ray."""
 
+import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +14,12 @@ from milepost.engines.app_server import HttpServer
 from milepost.engines.embedded_api import build_app
 from milepost.engines.embedded_backend import EmbeddedBackend
 from milepost.engines.fake_backend import CharacterText, FakeModel
+from milepost.engines.observed import Observed
 from milepost.engines.protocols import PauseMode, WeightSource, WeightVersion
 
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Serving:
     server: HttpServer
 
 
-class ServedEngine(ABC):
+class ServedEngine(Observed, ABC):
     """Ray actor: a backend, its HTTP server, and the methods of RolloutEngine. Subclasses say which backend."""
 
     def __init__(
@@ -55,6 +60,7 @@ class ServedEngine(ABC):
         """Load and serve; the URL. Apart from the constructor, so that an error arrives at the driver as it was."""
         backend = self.build_backend()
         self._serving = Serving(backend, HttpServer(build_app(backend), host=self.host or cluster.own_address()))
+        _log.info("serves %s at %s", self.model_dir, self._serving.server.url)
         return self._serving.server.url
 
     @property
@@ -76,11 +82,6 @@ class ServedEngine(ABC):
         return self._backend.version
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
-    def stack(self) -> str:
-        """What every thread is doing now, for an engine that takes too long."""
-        return cluster.stacks_here()
-
-    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def pause(self, mode: PauseMode) -> None:
         self._backend.scheduler.pause(mode)
 
@@ -89,7 +90,10 @@ class ServedEngine(ABC):
         self._backend.scheduler.resume()
 
     def load_weights(self, source: WeightSource) -> WeightVersion:
-        return self._backend.load_weights(source)
+        begun = time.monotonic()
+        version = self._backend.load_weights(source)
+        _log.info("loaded weights %s in %.2f s", version, time.monotonic() - begun)
+        return version
 
     def release_memory(self) -> None:
         self._backend.release_memory()

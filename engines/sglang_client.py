@@ -7,6 +7,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from milepost.storage.redaction import masked_text
+
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -19,17 +21,17 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s
 
     SglangRefused for an answer of 400 and more, ConnectionError when there is none inside the deadline.
     """
-    data = None if body is None else json.dumps(body).encode()
+    data, shown = None if body is None else json.dumps(body).encode(), masked_text(url)
     request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
     try:
         with _OPENER.open(request, timeout=timeout_seconds) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace").strip()[:1000] or error.reason
-        raise SglangRefused(f"SGLang at {url} refused {path} ({error.code}): {_message(said)}") from None
+        raise SglangRefused(f"SGLang at {shown} refused {path} ({error.code}): {_message(said)}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise ConnectionError(f"SGLang at {url} did not answer {path}: {reason or type(error).__name__}") from None
+        raise ConnectionError(f"SGLang at {shown} did not answer {path}: {reason or type(error).__name__}") from None
     try:
         return json.loads(text)
     except ValueError:

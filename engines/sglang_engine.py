@@ -4,6 +4,7 @@ The label that the server stamps on samples names weights only while they are wh
 change failed, it is a name that no router accepts.
 """
 
+import logging
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.engines import cluster
+from milepost.engines.observed import Observed
 from milepost.engines.protocols import PauseMode, WeightSource, WeightVersion
 from milepost.engines.sglang_client import SglangRefused, ask
 from milepost.engines.sglang_flags import CPU_FLAGS, Value, command_line, environment, interpreter, known_flags
@@ -23,9 +25,10 @@ import ray  # isort: skip  (after cluster, which sets how it authenticates)
 RESERVED_TOKENS = 6
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 CHANGING = "changing"
+_log = logging.getLogger(__name__)
 
 
-class SglangEngine:
+class SglangEngine(Observed):
     """Ray actor: one SGLang server, and the methods of RolloutEngine over its HTTP API."""
 
     def __init__(
@@ -64,11 +67,17 @@ class SglangEngine:
         }
         self._flags = ({} if self._gpu else CPU_FLAGS) | dict(flags or {}) | own
         self._server: SglangServer | None = None
+        self._log_file: Path | None = None
         self._url = ""
         self._version: WeightVersion | None = None
         self._paused: PauseMode | None = None
         self._released: set[str] = set()
         self._loading = threading.Lock()  # two updates at once would each name the other's weights
+
+    def log_to(self, path: str) -> None:
+        """The server has a file of its own beside that of this process."""
+        super().log_to(path)
+        self._log_file = Path(path).with_name(f"{Path(path).stem}-sglang.log")
 
     def start(self) -> str:
         """Serve; the URL. Apart from the constructor, so that an error arrives at the driver as it was."""
@@ -80,6 +89,7 @@ class SglangEngine:
         info = self._ask("/server_info")
         self._shares_prefixes = not info.get("disable_radix_cache", False)
         self._keeps_weights = not info.get("enable_memory_saver") or bool(info.get("enable_weights_cpu_backup"))
+        _log.info("SGLang serves %s at %s", self._model_dir, self._url)
         return self._url
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
@@ -100,11 +110,6 @@ class SglangEngine:
             return WeightVersion.parse(str(label))
         except ValueError:
             return None
-
-    @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
-    def stack(self) -> str:
-        """What every thread is doing now, for an engine that takes too long."""
-        return cluster.stacks_here()
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def pause(self, mode: PauseMode) -> None:
@@ -143,6 +148,7 @@ class SglangEngine:
             body = {"model_path": folder, "weight_version": str(source.version), "flush_cache": not in_place}
             self._ask("/update_weights_from_disk", body)
             self._version = source.version
+        _log.info("loaded weights %s", source.version)
         return source.version
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -196,7 +202,7 @@ class SglangEngine:
             [self._python, "-m", "sglang.launch_server", *arguments],
             host=self._host or cluster.own_address(),
             environment=variables,
-            log=log_file(_actor_name()),
+            log=self._log_file or log_file(_actor_name()),
             timeout_seconds=self._deadline - time.monotonic(),
             on_death=_end_this_process,
         )
@@ -227,4 +233,5 @@ def _actor_name() -> str:
 
 def _end_this_process() -> None:
     """An engine without its server is a dead engine: whoever watches it starts another."""
+    _log.error("the SGLang server ended, and this engine with it")
     os._exit(1)

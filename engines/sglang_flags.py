@@ -12,6 +12,7 @@ from pathlib import Path
 
 from milepost.storage import files
 from milepost.storage.parameters import Parameters
+from milepost.storage.redaction import is_secret_name
 from milepost.storage.registry import nearest
 
 Value = str | int | float | bool
@@ -142,6 +143,8 @@ def check_flags(chosen: Mapping[str, Value], known: Mapping[str, Flag]) -> None:
             raise ValueError(f"engines.sglang.{name} is set from {OWN[name]}: use that")
         if name in _CHOSEN:
             raise ValueError(f"engines.sglang.{name} is Milepost's to choose: leave it out")
+        if is_secret_name(name):
+            raise ValueError(f"engines.sglang.{name} would be in the list of processes, where all see it: leave it out")
         if name not in known:
             raise LookupError(f"SGLang has no flag {name!r}{nearest(name, sorted(known))}")
         if known[name].switch is not isinstance(value, bool):

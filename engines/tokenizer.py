@@ -8,6 +8,8 @@ from typing import Any
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
+from milepost.storage import files
+
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -27,6 +29,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._backend.chat_template)
 
+    @property
+    def digest(self) -> str:
+        """Of what every token is: equal where the same ids mean the same text."""
+        return files.digest_of(files.canonical_json(self._backend.get_vocab()).encode())
+
     def render(self, messages: list[dict[str, Any]] | str) -> list[int]:
         """Prompt ids through the chat template, with the generation prompt; a string is one user message.
 
@@ -45,6 +52,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text)
         return ids
+
+    def encode_response(self, text: str, *, ended: bool) -> list[int]:
+        """Ids of what follows a prompt, with the token that ends a response if the model `ended` it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        return [*ids, self._backend.eos_token_id] if ended and self._backend.eos_token_id is not None else ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._backend.decode(

@@ -13,8 +13,11 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from milepost.flows.cli_data import data_app
+from milepost.flows.cli_deploy import deploy_app
+from milepost.flows.cli_evaluate import evaluate_app, resume_evaluation
 from milepost.flows.cli_options import AsJson, Overrides, Root, RunName, print_done, print_values
 from milepost.flows.cli_stored import stored_app
+from milepost.flows.cli_watch import watch_app
 from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
@@ -47,7 +50,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Check a run and print every number that follows from its parameters, without starting anything."""
-    from milepost.flows.plan import describe, make_plan
+    from milepost.flows.plan import make_plan
+    from milepost.flows.plan_numbers import describe
     from milepost.flows.recipe import request
 
     wanted = request(config, set or [], run=run, root=root, steps=steps)
@@ -81,13 +85,20 @@ def resume(
     run: RunName,
     root: Root = None,
     steps: Annotated[int | None, typer.Option(help="Trips around the DAG in all, if other than before.")] = None,
+    set: Overrides = None,
     allow_change: AllowChange = None,
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run at its first unfinished stage: nothing is generated, graded or applied twice."""
+    from milepost.flows.evaluation_results import is_evaluation
     from milepost.flows.launch import relaunch
+    from milepost.storage.runs import run_folder
 
-    print_done(relaunch(run, absolute_root(root or DEFAULT_ROOT), steps=steps, allowed=allow_change or []), as_json)
+    folder = absolute_root(root or DEFAULT_ROOT)
+    if is_evaluation(run_folder(folder, run)):
+        resume_evaluation(run, folder, as_json=as_json)
+        return
+    print_done(relaunch(run, folder, steps=steps, overrides=set or [], allowed=allow_change or []), as_json)
 
 
 @app.command()
@@ -135,6 +146,9 @@ def doctor(root: Root = None, model: Annotated[str | None, typer.Option(help="Mo
 
 
 # After the commands above, so that help begins with what people begin with.
+app.add_typer(deploy_app)
+app.add_typer(evaluate_app)
+app.add_typer(watch_app)
 app.add_typer(stored_app)
 app.add_typer(data_app, name="data")
 

@@ -1,12 +1,17 @@
-"""Commands that make prompt sets."""
+"""Commands that make prompt sets, and stored runs of rollouts that were made elsewhere."""
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from milepost.flows.cli_options import print_values
+from milepost.flows.cli_options import AsJson, Overrides, Root, print_values
+from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make prompt sets.")
+data_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Make prompt sets, and import rollouts that were made elsewhere."
+)
 
 
 @data_app.command("reasoning-gym")
@@ -45,3 +50,52 @@ def arithmetic(
     print_values(
         vars(make_arithmetic(size, seed, out=out, split=split_of(split), digits=digits, operators=operators)), "written"
     )
+
+
+@data_app.command("import")
+def import_(
+    file: Annotated[str, typer.Argument(help="JSONL: messages, the last of them the answer; what export writes, too.")],
+    run: Annotated[str, typer.Option("--run", help="Name of the run that it becomes.")],
+    root: Root = None,
+    tokenizer: Annotated[str, typer.Option(help="Model folder, GGUF file or package:NAME with the tokenizer.")] = "",
+    config: Annotated[str, typer.Option("--config", "-c", help="Recipe whose model has the tokenizer.")] = "",
+    set: Overrides = None,
+    reward: Annotated[
+        str | None, typer.Option(help="Score the samples by this reward (default: as in the file).")
+    ] = None,
+    options: Annotated[str, typer.Option(help="The reward's options, as a JSON object.")] = "{}",
+    timeout: Annotated[float, typer.Option(help="Seconds that one sample may take to be scored.")] = 10.0,
+    reward_key: Annotated[str, typer.Option(help="Key of a row's score.")] = "reward",
+    groups_per_step: Annotated[
+        int | None, typer.Option(help="Prompts a step (default: as the rows say, or 32).")
+    ] = None,
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Take token ids that are not their text here, and count them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a stored run of rollouts: verify, sql, show, report, regrade and export work on it, and runs train on it."""
+    import asyncio
+
+    from milepost.flows.import_run import Import, import_run
+    from milepost.flows.recipe import load_recipe
+    from milepost.flows.regrading import section
+
+    parameters, _ = load_recipe(config or None, set or [])
+    wanted = Import(
+        file=file,
+        run=run,
+        root=absolute_root(root or DEFAULT_ROOT),
+        model=tokenizer or parameters.model.path,
+        chat_template=parameters.data.apply_chat_template,
+        context_length=parameters.model.context_length,
+        reward=section(reward, options, timeout),
+        reward_key=reward_key,
+        groups_per_step=groups_per_step,
+        allow_mismatch=allow_mismatch,
+    )
+    done = asdict(asyncio.run(import_run(wanted)))
+    if as_json:
+        print(json.dumps(done))
+    else:
+        print_values(done | done.pop("origin"), "imported")

@@ -31,7 +31,10 @@ def replay(
     run: RunName,
     root: Root = None,
     steps: StepRange = "",
-    first: Annotated[str, typer.Option("--from", help="First stage: score, filter or optimize.")] = "score",
+    first: Annotated[
+        str, typer.Option("--from", help="First stage: score, filter or optimize; with --into also generate.")
+    ] = "score",
+    into: Annotated[str, typer.Option(help="Keep what is made as a new run of this name.")] = "",
     set: Overrides = None,
     tolerance: Annotated[
         float | None, typer.Option(help="How far numbers may deviate (default: 0, GPUs 0.05).")
@@ -41,10 +44,18 @@ def replay(
 ) -> None:
     """Run stored stages again, and compare every output with the stored one: exit code 3 when one differs.
 
-    With --set, tell what would have been otherwise under other rewards, filters or algorithms.
+    With --set, tell what would have been otherwise under other rewards, filters or algorithms; with --into and --set,
+    make a run of it.
     """
     from milepost.flows import launch_replay as again
 
+    if into:
+        place = absolute_root(root or DEFAULT_ROOT)
+        made = again.keep(run, place, into, steps=steps, first=first, overrides=set or [], tolerance=tolerance)
+        again.show_kept(made, as_json=as_json)
+        if made.get("verdict") == "different":
+            raise typer.Exit(FAULTY)
+        return
     if set:
         found = again.ask(run, absolute_root(root or DEFAULT_ROOT), set, steps=steps, out=out)
         again.show_changes(found, as_json=as_json)
@@ -70,7 +81,7 @@ def regrade(
     """Score all stored samples once more: who is judged otherwise, and the reward curves, old and new."""
     import asyncio
 
-    from milepost.flows.regrade import regrade_run, render, section
+    from milepost.flows.regrading import regrade_run, render, section
 
     chosen = section(reward, options, timeout)
     found = asyncio.run(regrade_run(run, root or DEFAULT_ROOT, reward=chosen, steps=steps, threshold=threshold))
@@ -96,7 +107,9 @@ def lineage(
     if as_json:
         print(json.dumps(found.as_json(answer)))
     elif mermaid:
-        print(found.mermaid(answer))
+        from milepost.flows.lineage_picture import mermaid as picture
+
+        print(picture(answer))
     else:
         found.show(answer)
 
@@ -123,6 +136,29 @@ def sql(
 
 
 @stored_app.command()
+def export(
+    run: RunName,
+    out: Annotated[str, typer.Option(help="File to write: .jsonl or .parquet.")],
+    root: Root = None,
+    steps: StepRange = "",
+    kept: Annotated[bool, typer.Option("--kept", help="Only what was trained on.")] = False,
+    no_tokens: Annotated[bool, typer.Option("--no-tokens", help="Text without token ids and their numbers.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the samples of a run as rows that others read: messages, tokens, log-probabilities, reward, versions."""
+    from milepost.flows.export import export as write
+    from milepost.storage import runs
+
+    folder = runs.run_folder(root or DEFAULT_ROOT, run)
+    done = asdict(write(folder, out, steps=steps, kept=kept, tokens=not no_tokens, overwrite=overwrite))
+    if as_json:
+        print(json.dumps(done))
+    else:
+        print_values(done, "exported")
+
+
+@stored_app.command()
 def show(
     run: RunName,
     sample: Annotated[str, typer.Option(help="Id of the sample.")],
@@ -140,12 +176,38 @@ def show(
 
 
 @stored_app.command()
-def report(run: RunName, root: Root = None) -> None:
-    """Write the report of a run, finished or not, and print where it is."""
-    from milepost.flows.report import write_report
-    from milepost.storage import runs
+def purge(
+    run: RunName,
+    prompt: Annotated[list[str], typer.Option(help="Id of a prompt; repeatable.")],
+    root: Root = None,
+    runs: Annotated[str, typer.Option(help="More runs, as a pattern of names such as 'demo-*'.")] = "",
+    reason: Annotated[str, typer.Option(help="Why, for the record of the purge.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Also where the run cannot go on afterwards.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be replaced, and replace nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take prompts and all that was answered to them out of stored runs; ids, rewards and counts stay."""
+    from milepost.flows import purge as purging
+    from milepost.flows.sql import chosen_runs
 
-    print(write_report(runs.run_folder(root or DEFAULT_ROOT, run)))
+    place = absolute_root(root or DEFAULT_ROOT)
+    chosen = purging.holders(chosen_runs(place, run, runs), prompt)
+    found = purging.purge_runs(place, chosen, reason=reason, force=force, dry_run=dry_run)
+    others = purging.others_with(place, chosen, prompt)
+    if as_json:
+        print(json.dumps(purging.as_json(found, others, dry_run=dry_run)))
+    else:
+        purging.show(found, others, dry_run=dry_run)
+
+
+@stored_app.command()
+def report(run: RunName, root: Root = None) -> None:
+    """Write the report of a run, finished or not, and print where it is; MLflow and Prefect have it too."""
+    from milepost.flows.report_delivery import report_now
+
+    print(report_now(absolute_root(root or DEFAULT_ROOT), run))
 
 
 @stored_app.command()

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Completed, Crashed
@@ -34,6 +34,8 @@ def record_owner(run_uri: str, fence: int, command: str) -> None:
     labels["milepost.attempt"] = flow_run.run_count
     with _never_stops_a_start(), _client() as client:
         client.update_flow_run_labels(UUID(flow_run.id), labels)
+        if flow_run.run_count > 1:  # paused, or killed, in the middle of a step
+            _crash_below(client, UUID(flow_run.id), "it was stopped here, and the run went on later")
 
 
 def mark_gone(url: str) -> None:
@@ -60,6 +62,12 @@ def complete_unseen(parent: UUID) -> None:
         for child in _children(client, parent):
             state = Completed(message="this step went on while Prefect did not answer")
             client.set_flow_run_state(child.id, state, force=True)
+
+
+def end_below(flow: object, flow_run: FlowRun, state: State) -> None:
+    """Mark what still ran below a flow run that crashed; a hook, which Prefect calls with these names."""
+    with _never_stops_a_start(), _client() as client:
+        _crash_below(client, flow_run.id, state.message or "the process was killed")
 
 
 @contextlib.contextmanager
@@ -124,15 +132,19 @@ def _children(client: SyncPrefectClient, run_id: UUID) -> list[FlowRun]:
 
 def _crash(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
     """Mark a flow run, after what runs below it: one that is interrupted here is found again."""
-    children = _children(client, run_id)
-    flow_runs = [*(child.id for child in children), run_id]
+    _crash_below(client, run_id, message)
+    client.set_flow_run_state(run_id, Crashed(message=message), force=True)
+
+
+def _crash_below(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
+    children = [child.id for child in _children(client, run_id)]
     tasks = client.read_task_runs(
         task_run_filter=filters.TaskRunFilter(
-            flow_run_id=filters.TaskRunFilterFlowRunId(any_=flow_runs),
+            flow_run_id=filters.TaskRunFilterFlowRunId(any_=[*children, run_id]),
             state=filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=_UNFINISHED)),
         )
     )
     for task in tasks:
         client.set_task_run_state(task.id, Crashed(message=message), force=True)
-    for dead in flow_runs:
-        client.set_flow_run_state(dead, Crashed(message=message), force=True)
+    for child in children:
+        client.set_flow_run_state(child, Crashed(message=message), force=True)

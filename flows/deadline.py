@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec
 
 from prefect import Task
@@ -38,10 +38,19 @@ def longest_stages(folder: RunFolder, step: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The deadlines of one step. `longest` is how many seconds each stage took at most in the steps before."""
+    """The deadlines of one step. `longest` is how many seconds each stage took at most in the steps before.
+
+    `reasons` are results of tasks that a stage follows without reading them: Prefect shows an edge for each. `results`
+    are kept while the step lasts: Prefect knows them by their addresses, and one that is free is soon another object's.
+    """
 
     engines: EnginesSection
     longest: dict[str, float]
+    reasons: tuple[Any, ...] = ()
+    results: list[Any] = field(default_factory=list)
+
+    def after(self, *reasons: Any) -> "Deadlines":
+        return replace(self, reasons=reasons)
 
     def seconds(self, stage: str) -> float:
         """As configured, or a multiple of the longest that the stage took before."""
@@ -53,8 +62,11 @@ class Deadlines:
         stage = task.name.split("_")[0]
         seconds = self.seconds(stage)
         try:
-            result = task.with_options(timeout_seconds=seconds)(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            timed: Any = task.with_options(timeout_seconds=seconds)
+            result = timed(*args, **kwargs, wait_for=self.reasons or None)
+            result = await result if inspect.isawaitable(result) else result
+            self.results.append(result)
+            return result
         except TaskRunTimeoutError:
             raise EngineTimeout(
                 f"stage {stage} did not finish within {seconds:g} s: "

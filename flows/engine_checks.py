@@ -2,17 +2,26 @@
 
 from typing import Any
 
-from milepost.engines.memory_plan import DriverSilent, check_memory, gpu_bytes
+from milepost.engines.memory_plan import DriverSilent, check_memory, gpu_bytes, gpu_count
 from milepost.engines.torch_build import require_cuda
 from milepost.storage.parameters import Parameters
+from milepost.storage.stages import WHOLE, Course
 
 LIVE = ("tensor", "distributed")  # transports that send tensors, and write no folder
 
 
-def check_engines(parameters: Parameters) -> None:
-    """ValueError for engines that have no weights to give or to take."""
+def check_engines(parameters: Parameters, course: Course = WHOLE) -> None:
+    """ValueError for engines that have no weights to give or to take, or that are missing."""
     train, rollout = parameters.engines.train, parameters.engines.rollout
     transport = parameters.sync.transport
+    if rollout == "none" and course.makes("generate"):
+        raise ValueError(
+            "engines.rollout is 'none' and nothing stored is taken: choose an engine, or name a run as data.rollouts"
+        )
+    if rollout == "none" and parameters.eval.every_steps:
+        raise ValueError("an evaluation needs rollout engines and this run has none: set eval.every_steps to 0")
+    if "none" in (train, rollout):
+        return
     if train == "fake" and rollout != "fake":
         raise ValueError(
             f"engines.train is 'fake' and makes no weights that engines.rollout {rollout!r} could load: set both to "
@@ -25,7 +34,7 @@ def check_engines(parameters: Parameters) -> None:
 def check_transport(parameters: Parameters) -> None:
     """ValueError for pushes that cannot reach the GPUs of engines that this run starts."""
     perf, engines, transport = parameters.perf, parameters.engines, parameters.sync.transport
-    if engines.rollout != "sglang" or engines.sglang_urls:
+    if engines.rollout != "sglang" or engines.sglang_urls or engines.train == "none":
         return
     if transport == "distributed" and perf.colocate:
         raise ValueError(
@@ -49,6 +58,14 @@ def _gpu_bytes() -> int | None:
 
 def has_gpus() -> bool:
     return _gpu_bytes() is not None
+
+
+def usable_gpus() -> int:
+    """GPUs of this machine, as Ray will see them."""
+    try:
+        return gpu_count()
+    except DriverSilent:
+        return 0
 
 
 def check_gpus(config: dict[str, Any], parameters: Parameters) -> None:

@@ -1,5 +1,7 @@
 """From an exception to the one sentence a person reads."""
 
+from milepost.storage.redaction import masked_text
+
 
 class RunFailed(RuntimeError):
     """A run that had started did not finish; its folder says how far it came."""
@@ -21,4 +23,4 @@ def sentence(error: BaseException) -> str:
     if isinstance(cause, KeyError):
         return f"key {cause} is missing"
     text = " ".join(str(cause).split())
-    return text or type(cause).__name__
+    return masked_text(text) or type(cause).__name__

@@ -10,16 +10,19 @@ from prefect.exceptions import TerminationSignal
 from milepost.flows.failure import RunFailed, first_cause, sentence
 from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import watched
+from milepost.flows.parents import going_on
 from milepost.flows.plan import make_plan
 from milepost.flows.progress import say
-from milepost.flows.recipe import Request
+from milepost.flows.recipe import Request, parameters_of, with_overrides
 from milepost.flows.results import evaluations, finished
+from milepost.flows.run_status import resume_command
 from milepost.flows.services import prefect_api
-from milepost.flows.start import require_resumable
-from milepost.flows.train import resume, resume_command, train
+from milepost.flows.start import is_finished, require_allowed, require_resumable
+from milepost.flows.train import resume, train
 from milepost.flows.view import is_unreported
-from milepost.storage import attempts, files, runs
-from milepost.storage.runs import RunFolder
+from milepost.storage import files, runs
+from milepost.storage.parameters import Parameters
+from milepost.storage.runs import RunFolder, RunRecord
 
 R = TypeVar("R")
 
@@ -29,7 +32,9 @@ def check(request: Request, allowed: Sequence[str]) -> RunFolder:
     folder = runs.run_folder(request.root, request.run)
     if files.exists(folder.record):
         record = require_resumable(folder, request.steps)
-        attempts.require_allowed(attempts.changes(record.parameters, request.parameters), allowed)
+        chosen = going_on(request.parameters, record)
+        require_allowed(record, chosen, allowed)
+        _require_secrets(folder, record, chosen)
     else:
         runs.require_new(folder)
         make_plan(request.run, request.root, request.steps, request.parameters)
@@ -47,10 +52,22 @@ def launch(request: Request, *, allowed: Sequence[str] = ()) -> dict[str, Any]:
     )
 
 
-def relaunch(run: str, root: str, *, steps: int | None, allowed: Sequence[str] = ()) -> dict[str, Any]:
-    """Go on with a run, and return what there is to say of it."""
+def _require_secrets(folder: RunFolder, record: RunRecord, parameters: Parameters) -> None:
+    """What a run that goes on needs and does not store."""
+    if not is_finished(folder, record):
+        parameters.resolved(going_on=True)
+
+
+def relaunch(
+    run: str, root: str, *, steps: int | None, overrides: Sequence[str] = (), allowed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Go on with a run, with other values or the secrets that it does not store; return what there is to say of it."""
     folder = runs.run_folder(root, run)
-    require_resumable(folder, steps)
+    record = require_resumable(folder, steps)
+    if overrides:
+        chosen = parameters_of(with_overrides(record.parameters.model_dump(), list(overrides)))
+        return launch(Request(run, root, record.steps, chosen), allowed=allowed)
+    _require_secrets(folder, record, record.parameters)
     return _work(folder, root, lambda: resume(run=run, root=root, steps=steps, allow_change=tuple(allowed)))
 
 

@@ -2,38 +2,85 @@
 
 import json
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
-from milepost.flows.launch import run_flow, serving
-from milepost.flows.replay import replay, step_range
+from milepost.flows.cli_options import print_done
+from milepost.flows.launch import run_flow, serving, summary
+from milepost.flows.recipe import require_references
+from milepost.flows.replay import replay
+from milepost.flows.replay_into import First, check_kept, plan_kept
+from milepost.flows.step_range import step_range
 from milepost.flows.what_if import changed, what_if
-from milepost.storage import attempts, manifest, runs
+from milepost.storage import attempts, manifest, purges, redaction, runs
 from milepost.storage.runs import RunFolder
-from milepost.tasks.replay import STAGES
 
 
 def judge(run: str, root: str, *, steps: str, first: str, tolerance: float | None) -> dict[str, Any]:
     """Replay and compare; what cannot be is refused before any server is started."""
-    if first not in STAGES:
-        raise ValueError(f"--from {first!r} is no stage that can be replayed: give one of {', '.join(STAGES)}")
-    _check_steps(runs.run_folder(root, run), steps)
-    return _run(lambda: replay(run=run, root=root, steps=steps, first=first, tolerance=tolerance))
+    chosen = _stage(first)
+    check_kept(chosen, "", ())
+    folder = runs.run_folder(root, run)
+    _check_steps(folder, steps)
+    if chosen == "score":
+        _require_secrets(folder)
+    return _run(lambda: replay(run=run, root=root, steps=steps, first=chosen, tolerance=tolerance))
+
+
+def keep(
+    run: str, root: str, into: str, *, steps: str, first: str, overrides: Sequence[str], tolerance: float | None
+) -> dict[str, Any]:
+    """Replay as a new run: what it came to, with the verdict where everything is to be as it was."""
+    chosen, folder = _stage(first), runs.run_folder(root, run)
+    require_references(overrides)
+    plan_kept(folder, root, _check_steps(folder, steps), chosen, into=into, overrides=overrides)
+    found = _run(
+        lambda: replay(
+            run=run,
+            root=root,
+            steps=steps,
+            first=chosen,
+            tolerance=tolerance,
+            into=into,
+            overrides=tuple(overrides),
+        )
+    )
+    return {"kept": summary(runs.run_folder(root, into)), **found}
+
+
+def _require_secrets(folder: RunFolder) -> None:
+    """A replay is of what the run had, so nobody can give it a secret that the run does not store."""
+    if found := redaction.masks({"reward": attempts.current(folder).parameters.reward.model_dump()}):
+        raise ValueError(
+            f"{found[0]} is a secret that run {folder.run_id!r} does not store: replay it --from filter, or regrade it "
+            "with --reward and --options"
+        )
+
+
+def _stage(text: str) -> First:
+    known: dict[str, First] = {stage: stage for stage in get_args(First)}
+    if text not in known:
+        raise ValueError(f"--from {text!r} is no stage that can be replayed: give one of {', '.join(known)}")
+    return known[text]
 
 
 def ask(run: str, root: str, overrides: Sequence[str], *, steps: str, out: str) -> dict[str, Any]:
     """What would have been otherwise under `overrides`."""
     folder = runs.run_folder(root, run)
+    require_references(overrides)
     changed(attempts.current(folder).parameters, list(overrides))
     _check_steps(folder, steps)
     return _run(lambda: what_if(run=run, overrides=tuple(overrides), root=root, steps=steps, out=out))
 
 
-def _check_steps(folder: RunFolder, steps: str) -> None:
+def _check_steps(folder: RunFolder, steps: str) -> range:
     attempts.current(folder)
-    step_range(steps, len(manifest.finished_steps(folder)))
+    chosen = step_range(steps, len(manifest.finished_steps(folder)))
+    for step in chosen:
+        purges.require_whole(folder.step(step))
+    return chosen
 
 
 def _run(begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
@@ -53,6 +100,13 @@ def show_verdict(found: dict[str, Any], *, as_json: bool) -> None:
     allowed = f", {found['tolerance']:g} is allowed" if found["tolerance"] else ""
     steps = f"steps {found['begin']} to {found['end'] - 1}"
     print(f"{found['run']}: {found['verdict']} in {steps}; largest deviation {deviation:.3g}{allowed}")
+
+
+def show_kept(found: dict[str, Any], *, as_json: bool) -> None:
+    """What the new run came to, and its verdict if it has one."""
+    print_done(found if as_json else found["kept"], as_json)
+    if not as_json and "verdict" in found:
+        show_verdict(found, as_json=False)
 
 
 def show_changes(found: dict[str, Any], *, as_json: bool) -> None:

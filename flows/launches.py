@@ -55,6 +55,8 @@ def _prefect(name: str, port: int, options: list[str]) -> Launch:
     environment |= {
         "PREFECT_UI_API_URL": f"{base}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # In memory, as by default, the slots of a run that is killed while the server starts again are lost for good.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base},http://localhost:{port}",
         "DO_NOT_TRACK": "1",
     }

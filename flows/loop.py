@@ -7,36 +7,46 @@ from contextlib import ExitStack, contextmanager
 from prefect.runtime import flow_run
 
 from milepost.engines.fleet import Fleet, fleet, is_engine_failure, is_joined, joined_cluster
+from milepost.engines.gpu_placement import shares_gpus
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.deadline import stacks_kept
 from milepost.flows.failure import first_cause, sentence
-from milepost.flows.iteration import Position
 from milepost.flows.progress import Advance, progress_bar, say, step_text
-from milepost.flows.report import write_report
+from milepost.flows.report_delivery import report_at_end
+from milepost.flows.results import evaluation_folder
+from milepost.flows.run_logs import logged
+from milepost.flows.run_page import shown
 from milepost.flows.services import running
 from milepost.flows.start import Launched
+from milepost.flows.step_context import Position
 from milepost.flows.supervision import Restarts, supervised
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.flows.view import View
-from milepost.storage import files, manifest
+from milepost.storage import manifest
+from milepost.storage.eval_sets import eval_sets
 from milepost.storage.journal import StepStore
+from milepost.storage.parent import course_of
 from milepost.tasks.colocate import Turns
-from milepost.tasks.evaluate import Accuracy, evaluate_policy
-from milepost.tasks.generate import Sampling, sampling_params
-from milepost.tasks.recover import check_version, recover_trainer
-from milepost.tasks.sync import push_weights
+from milepost.tasks.eval_scores import SetScore
+from milepost.tasks.evaluate import evaluate_set, set_plan
+from milepost.tasks.recover import begin_as_parent, check_version, recover_trainer, standing
+from milepost.tasks.sync import push_weights, sync_section
 
 
 async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     """The next step and the position before it, with the weights of that position in the trainer and every engine."""
-    turns = Turns(launched.parameters.perf.colocate, engines.trainer, engines.engines)
-    stands = recover_trainer(launched.folder, engines.trainer, say=say)
+    turns = Turns(shares_gpus(launched.parameters), engines.trainer, engines.engines)
+    if engines.trainer:
+        begin_as_parent(launched.folder, launched.record, engines.trainer)
+        stands = recover_trainer(launched.folder, engines.trainer, say=say)
+    else:
+        stands = standing(launched.folder)
     await turns.syncing()
     pushed = await push_weights(
-        stands.step,
-        launched.parameters.sync,
+        stands.version.step if stands.version else 0,
+        sync_section(launched.parameters),
         folder=launched.folder,
-        trainer=engines.trainer,
+        trainer=engines.weights,
         engines=list(engines.engines),
         router_url=engines.router_url,
     )
@@ -45,24 +55,22 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     return stands.step, Position(stands.cursor, pushed.version, launched.fence)
 
 
-async def evaluate(launched: Launched, version: WeightVersion, router_url: str) -> Accuracy | None:
-    """Held-out accuracy of `version`; None when the run has nothing to evaluate on."""
+async def evaluate(launched: Launched, version: WeightVersion, router_url: str, tracker: Tracker) -> list[SetScore]:
+    """The scores of `version` on every held-out set; none when the run has nothing to evaluate on."""
     if launched.eval_prompts is None:
-        return None
-    parameters = launched.parameters
-    rollout = parameters.rollout
-    if parameters.eval.max_new_tokens is not None:
-        rollout = rollout.model_copy(update={"max_new_tokens": parameters.eval.max_new_tokens})
-    folder = files.join(launched.folder.uri, "evals", f"{version.step:06d}")
-    return await evaluate_policy(
-        launched.eval_prompts,
-        Sampling(rollout.function, sampling_params(rollout), 1, parameters.model.context_length, parameters.data.seed),
-        rollout,
-        parameters.reward,
-        weight_version=str(version),
-        router_url=router_url,
-        store=StepStore(folder, launched.folder.run_id, version.step, launched.fence),
-    )
+        return []
+    uri = evaluation_folder(launched.folder, version.step)
+    store = StepStore(uri, launched.folder.run_id, version.step, launched.fence)
+    plans = [set_plan(at, item, launched.parameters) for at, item in enumerate(eval_sets(launched.parameters.eval))]
+    prompts = launched.eval_prompts
+    scores = [
+        await evaluate_set(
+            prompts, plan, weight_version=str(version), router_url=router_url, store=store, wait_for=[version]
+        )
+        for plan in plans
+    ]
+    tracker.evaluated(version, scores)
+    return scores
 
 
 def eval_due(step: int, steps: int, every: int) -> bool:
@@ -77,15 +85,17 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
     view = View()
     for step in range(begin, steps):
         if eval_due(step, steps, every):
-            await evaluate(launched, position.version, engines.router_url)
+            view.keep(await evaluate(launched, position.version, engines.router_url, tracker))
         begun = time.monotonic()
-        position = await view.step(launched.root, launched.folder.run_id, step, position)
+        # As given, not resolved: what Prefect shows of a step has masks and references.
+        position = await view.step(launched.root, launched.folder.run_id, step, position, launched.record.parameters)
+        view.keep(position)
         closed = manifest.load(launched.folder, step)
         restarts.refill()
         tracker.step(closed)
         advance(step_text(closed.metrics, time.monotonic() - begun))
     if eval_due(steps, steps, every):
-        await evaluate(launched, position.version, engines.router_url)
+        await evaluate(launched, position.version, engines.router_url, tracker)
 
 
 async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) -> None:
@@ -93,7 +103,8 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
     restarts = Restarts(launched.parameters.engines.max_restarts)
     while True:
         try:
-            with fleet(launched.folder.run_id, launched.parameters, launched.record.model["folder"]) as engines:
+            model_dir, course = launched.record.model["folder"], course_of(launched.record)
+            with fleet(launched.folder.run_id, launched.parameters, model_dir, course=course) as engines:
                 async with stacks_kept(launched):
                     steps = run_steps(launched, engines, tracker, advance, restarts)
                     await supervised(steps, launched, engines, restarts)
@@ -121,8 +132,11 @@ async def run_training(launched: Launched) -> None:
     uri = tracking_uri(launched.parameters.tracking, root=launched.root, running_url=running().mlflow_url)
     begun = len(manifest.finished_steps(launched.folder))
     with ExitStack() as stack:
-        tracker = stack.enter_context(open_tracker(launched, uri=uri, flow_run_id=str(flow_run.id or "")))
-        stack.callback(write_report, launched.folder)
+        shown_as = str(flow_run.id or "")
+        stack.enter_context(logged(launched.folder, shown_as))
+        tracker = stack.enter_context(open_tracker(launched, uri=uri, flow_run_id=shown_as))
+        stack.callback(report_at_end, launched.folder, tracker, shown_as)
+        stack.enter_context(shown(launched.folder, launched.root, steps=launched.record.steps, flow_run_id=shown_as))
         stack.enter_context(joined_ray())
         advance = stack.enter_context(progress_bar(launched.folder.run_id, launched.record.steps, begin=begun))
         await run_engines(launched, tracker, advance)

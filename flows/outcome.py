@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from prefect.exceptions import ExternalSignal, PrefectSignal
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -41,6 +43,9 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         outcome = _outcome.get(Outcome())
         try:
             outcome.result = result = await body(*args, **kwargs)
+        except BaseExceptionGroup as group:
+            outcome.error = _signal_in(group) or group
+            raise outcome.error from None
         except BaseException as error:  # a cancellation is an outcome too
             outcome.error = error
             raise
@@ -48,3 +53,12 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         return result
 
     return record
+
+
+def _signal_in(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """What Prefect asks a flow to end by, which it knows only as itself: work side by side raises groups."""
+    for error in group.exceptions:
+        found = _signal_in(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, ExternalSignal | PrefectSignal):
+            return found
+    return None

@@ -1,28 +1,34 @@
 """What a run would be, worked out and checked without starting anything: `train` refuses what this refuses."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from milepost.engines.loss_params import check_loss
-from milepost.engines.memory_plan import BYTES, engine_weights, trainer_memory
-from milepost.engines.model_layout import check_layout, parameter_count
+from milepost.engines.model_layout import check_layout
 from milepost.engines.model_source import resolve_model
 from milepost.engines.sglang_flags import check_sglang
 from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.engine_checks import check_engines, check_gpus, has_gpus
+from milepost.flows.parents import adopted, check_source, open_source, stored_rollouts
 from milepost.flows.service_state import state_folder
 from milepost.storage.batch_plan import BatchPlan, batch_plan
-from milepost.storage.parameters import Parameters
+from milepost.storage.eval_sets import as_set, eval_sets
+from milepost.storage.parameters import EvalSet, Parameters
+from milepost.storage.parent import ParentRun, course
 from milepost.storage.prompts import PromptSet, load_prompts
+from milepost.storage.redaction import masked_text
 from milepost.storage.runs import run_folder
+from milepost.storage.stages import Course
 from milepost.tasks.advantages import get_advantage
 from milepost.tasks.filters import get_filter
 from milepost.tasks.rewards import check_reward
 from milepost.tasks.rollouts import get_rollout
 
-GIB = 1024**3
 PARAMETER_BYTES = 500_000  # a Prefect server refuses a flow run whose parameters take more than 512 KiB
 
 
@@ -38,7 +44,12 @@ class RunPlan:
     model_dir: str
     model_config: dict[str, Any]
     prompts: PromptSet
-    eval_prompts: PromptSet | None
+    eval_prompts: pa.Table | None
+    parent: ParentRun | None = None
+
+    @property
+    def course(self) -> Course:
+        return course(self.parameters, self.parent)
 
 
 def check_steps(steps: int) -> None:
@@ -52,13 +63,20 @@ def check_size(parameters: Parameters) -> None:
         raise ValueError(f"the parameters take {size} bytes and may take {PARAMETER_BYTES}: put long values into files")
 
 
-def check_names(parameters: Parameters) -> None:
+def check_names(parameters: Parameters, course: Course) -> None:
     """LookupError or ValueError for a rollout function, reward, filter, advantage or loss that cannot be used."""
-    get_rollout(parameters.rollout.function)
-    check_reward(parameters.reward.name, parameters.reward.options)
-    get_filter(parameters.filter.group)
-    get_advantage(parameters.algorithm.advantage)
-    check_loss(parameters.algorithm.loss)
+    if course.makes("generate"):
+        get_rollout(parameters.rollout.function)
+    if course.makes("score"):
+        check_reward(parameters.reward.name, parameters.reward.options)
+    for item in eval_sets(parameters.eval):
+        if item.reward:
+            check_reward(item.reward, item.reward_options)
+    if course.makes("filter"):
+        get_filter(parameters.filter.group)
+    if course.trains:
+        get_advantage(parameters.algorithm.advantage)
+        check_loss(parameters.algorithm.loss)
 
 
 def check_lengths(parameters: Parameters) -> None:
@@ -80,37 +98,59 @@ def model_folder(path: str) -> str:
     return resolve_model(path, str(state_folder() / "models"))
 
 
-def make_plan(run: str, root: str, steps: int, parameters: Parameters, *, quarantine_uri: str | None = None) -> RunPlan:
+def make_plan(
+    run: str,
+    root: str,
+    steps: int,
+    parameters: Parameters,
+    *,
+    parent: ParentRun | None = None,
+    quarantine_uri: str | None = None,
+) -> RunPlan:
     """Check everything that can be checked before processes start; cheap checks come first.
 
-    Malformed lines are written to `quarantine_uri` when the policy is to quarantine; without it they are only counted.
+    A run with a `parent`, or with `data.rollouts`, has from there what was decided there. Malformed lines are written
+    to `quarantine_uri` when the policy is to quarantine; without it they are only counted.
     """
     run_folder(root, run)
     check_steps(steps)
+    parent = parent or stored_rollouts(parameters)
+    source = open_source(parent, root, run, steps) if parent else None
+    stages = course(parameters, parent)
+    if source:
+        parameters = adopted(parameters, source.parameters, source.parent.run, stages.taken)
+    given, parameters = parameters, parameters.resolved(going_on=source is not None)
     check_size(parameters)
     batch = batch_plan(parameters)
-    check_names(parameters)
+    check_names(parameters, stages)
     check_lengths(parameters)
-    check_engines(parameters)
+    check_engines(parameters, stages)
     if parameters.engines.rollout == "sglang":
         check_sglang(parameters)
     model_path = _require(parameters.model.path, "model.path", "FOLDER")
-    data_path = _require(parameters.data.path, "data.path", "prompts.jsonl")
-    model_dir = model_folder(model_path)
+    data_path = "" if source else _require(parameters.data.path, "data.path", "prompts.jsonl")
+    model_dir = source.model_folder(model_path) if source else ""
+    model_dir = model_dir or model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
     check_gpus(config, parameters)
     _check_context(config, parameters)
+    if source:
+        check_source(source, parameters, model_dir)
+        prompts = source.prompts
+    else:
+        prompts = _load(parameters, data_path, model_dir, quarantine=quarantine_uri)
     return RunPlan(
         run=run,
         root=root,
         steps=steps,
-        parameters=parameters,
+        parameters=given,
         batch=batch,
         model_dir=model_dir,
         model_config=config,
-        prompts=_load(parameters, data_path, model_dir, quarantine=quarantine_uri),
+        prompts=prompts,
         eval_prompts=load_eval_prompts(parameters, model_dir),
+        parent=parent,
     )
 
 
@@ -127,19 +167,29 @@ def _load(parameters: Parameters, path: str, model_dir: str, *, quarantine: str 
     tokenizer = load_tokenizer(model_dir, trust_remote_code=parameters.model.trust_remote_code)
     data = parameters.data.model_copy(update={"path": path})
     room = parameters.model.context_length
-    return load_prompts(data, tokenizer, context_length=room, quarantine_uri=quarantine)
+    try:
+        return load_prompts(data, tokenizer, context_length=room, quarantine_uri=quarantine)
+    except ValueError as error:  # it names the path, and Prefect stores what a flow raised
+        raise ValueError(masked_text(str(error))) from None
 
 
-def load_eval_prompts(parameters: Parameters, model_dir: str) -> PromptSet | None:
-    """The prompt set of `eval`; None when nothing is to be evaluated."""
-    if not parameters.eval.path or not parameters.eval.every_steps:
-        return None
-    return _load(parameters, parameters.eval.path, model_dir, quarantine=None)
+def load_eval_prompts(parameters: Parameters, model_dir: str) -> pa.Table | None:
+    """The prompts of every set of `eval`, each under the name of its set; None when nothing is to be evaluated."""
+    sets = eval_sets(parameters.eval) if parameters.eval.every_steps else []
+    return load_sets(sets, parameters, model_dir) if sets else None
+
+
+def load_sets(sets: Sequence[EvalSet], parameters: Parameters, model_dir: str) -> pa.Table:
+    """The prompts of some sets in one table."""
+    found = [_load(parameters, item.path, model_dir, quarantine=None).table for item in sets]
+    return pa.concat_tables([as_set(table, item.name) for table, item in zip(found, sets, strict=True)])
 
 
 def notices(plan: RunPlan) -> list[str]:
     """What is not as one might expect, in sentences: prompts that are left out, GPUs that are not there."""
     prompts, found = plan.prompts, []
+    if plan.parent and plan.parameters.data.path:
+        found.append(f"data.path is not read: the prompts are those that run {plan.parent.run!r} has stored")
     if prompts.too_long:
         found.append(
             f"{prompts.too_long} prompts ({prompts.too_long_share:.1%}) do not fit model.context_length "
@@ -152,53 +202,3 @@ def notices(plan: RunPlan) -> list[str]:
     if plan.parameters.perf.colocate and not has_gpus():
         found.append("perf.colocate shares no GPU, because this machine has none: `milepost doctor` says why")
     return found
-
-
-def _state_bytes(parameters: Parameters, count: int) -> int:
-    """Weights, float32 gradients, float32 main weights where they differ, and Adam's two moments."""
-    weights = BYTES[parameters.perf.dtype]
-    main = 0 if parameters.perf.dtype == "float32" else 4
-    return count * (weights + 4 + main + 8)
-
-
-def describe(plan: RunPlan) -> dict[str, str | int | float]:
-    """Every number that follows from the parameters, by name, in the order people read them."""
-    parameters, batch = plan.parameters, plan.batch
-    count = parameter_count(plan.model_config)
-    state = _state_bytes(parameters, count)
-    world = parameters.model.tensor_parallel * parameters.model.pipeline_parallel * parameters.model.data_parallel
-    lengths = [len(prompt) for prompt in plan.prompts.table["prompt_token_ids"].to_pylist()]
-    response = batch.samples_per_step * parameters.rollout.max_new_tokens
-    return {
-        "run": plan.run,
-        "steps": plan.steps,
-        "model": parameters.model.path,
-        "parameters": count,
-        "prompts": len(lengths),
-        "prompts set aside (too long)": plan.prompts.too_long,
-        "share set aside": round(plan.prompts.too_long_share, 4),
-        "prompts quarantined": plan.prompts.bad_lines,
-        "prompts repeated": plan.prompts.duplicates,
-        "longest prompt (tokens)": max(lengths),
-        "rollout_batch_size": batch.rollout_batch_size,
-        "n_samples_per_prompt": batch.n_samples_per_prompt,
-        "global_batch_size": batch.global_batch_size,
-        "num_steps_per_rollout": batch.num_steps_per_rollout,
-        "samples a step": batch.samples_per_step,
-        "response tokens a step (at most)": response,
-        "optimizer steps": plan.steps * batch.num_steps_per_rollout,
-        "epochs": round(plan.steps * batch.rollout_batch_size / len(lengths), 3),
-        "shards a step": min(parameters.rollout.shards, batch.rollout_batch_size),
-        "trainer ranks": world,
-        "rollout engines": parameters.engines.rollout_engines,
-        "trainer state (GiB, all ranks)": round(state / GIB, 3),
-        "trainer memory on a GPU (GiB, about)": round(trainer_memory(plan.model_config, parameters).total / GIB, 1),
-        "logits of a micro-batch (GiB, float32)": round(_logits_bytes(plan) / GIB, 3),
-        "rollout engine weights on a GPU (GiB)": round(engine_weights(plan.model_config, parameters) / GIB, 3),
-        "checkpoint (GiB)": round((state - 4 * count) / GIB, 3),
-    }
-
-
-def _logits_bytes(plan: RunPlan) -> int:
-    vocabulary = int(plan.model_config["vocab_size"]) // plan.parameters.model.tensor_parallel
-    return 4 * vocabulary * plan.parameters.perf.max_tokens_per_micro_batch

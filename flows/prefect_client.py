@@ -23,6 +23,14 @@ RETRIES = 2  # of a request, 2 and 4 s apart: a run goes on without Prefect, and
 REQUEST_SECONDS = 15.0
 
 
+def client_environment() -> dict[str, str]:
+    """The patience with Prefect that flows of other processes have, as they read it from their environment."""
+    return {
+        PREFECT_CLIENT_MAX_RETRIES.name: str(RETRIES),
+        PREFECT_API_REQUEST_TIMEOUT.name: str(REQUEST_SECONDS),
+    }
+
+
 @contextlib.contextmanager
 def prefect_client(url: str, console_level: str, *, drain: bool) -> Iterator[None]:
     """Point Prefect in this process, and in those it starts, at `url`; with `drain`, send everything before leaving."""

@@ -9,11 +9,18 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from milepost.storage.process_logs import SAID
+
 LINE_SECONDS = 1.0
 
 
 def say(text: str) -> None:
-    """One line for a person; stdout is left to results."""
+    """One line for a person, and for the log of the run if there is one; stdout is left to results."""
+    _tell(text)
+    SAID.info(text)
+
+
+def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -33,14 +40,24 @@ def step_text(metrics: dict[str, float], seconds: float) -> str:
 
 @contextmanager
 def progress_bar(title: str, total: int, *, begin: int = 0) -> Iterator[Advance]:
-    """A bar over `total` steps, `begin` of which are done; the caller advances it."""
-    console = Console(stderr=True)
+    """A bar over `total` steps, `begin` of which are done; the caller advances it. The log of a run has every step."""
+    console, done = Console(stderr=True), begin
+
+    def noted(show: Advance) -> Advance:
+        def advance(text: str) -> None:
+            nonlocal done
+            done += 1
+            SAID.info("%d of %d steps, %s", done, total, text)
+            show(text)
+
+        return advance
+
     if console.is_terminal:
         with _bar(console) as bar:
             task = bar.add_task(title, total=total, completed=begin, shown="")
-            yield lambda text: bar.update(task, advance=1, shown=text)
+            yield noted(lambda text: bar.update(task, advance=1, shown=text))
     else:
-        yield _plain_lines(title, total, begin)
+        yield noted(_plain_lines(title, total, begin))
 
 
 def _bar(console: Console) -> Progress:
@@ -69,6 +86,6 @@ def _plain_lines(title: str, total: int, begin: int) -> Advance:
             return
         said = elapsed
         eta = elapsed / (done - begin) * (total - done)
-        say(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s")
+        _tell(f"{title} {done}/{total}  {text}  {elapsed:.0f} s, eta {eta:.0f} s")
 
     return advance

@@ -1,7 +1,7 @@
 """From a recipe and `--set` overrides to checked parameters; errors name the key and the nearest known one."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files as package_files
@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from milepost.storage.parameters import Parameters, Section
+from milepost.storage.redaction import masked, masked_text
 from milepost.storage.registry import nearest
 
 DEFAULT_ROOT = "runs"
@@ -53,7 +54,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     key, equals, value = text.partition("=")
     section, dot, field = key.strip().partition(".")
     if not equals or not dot or not field:
-        raise ValueError(f"--set {text!r} must look like section.field=value, such as optimizer.lr=1e-6")
+        raise ValueError(f"--set {masked_text(text)!r} must look like section.field=value, such as optimizer.lr=1e-6")
     return section, field, json_or_text(value.strip())
 
 
@@ -78,6 +79,15 @@ def with_overrides(content: Mapping[str, Any], overrides: list[str]) -> dict[str
         _require_known(section, field)
         merged.setdefault(section, {})[field] = value
     return merged
+
+
+def require_references(overrides: Sequence[str]) -> None:
+    """ValueError for a secret among overrides that Prefect stores as they are."""
+    if found := parameters_of(with_overrides({}, list(overrides))).literal_secrets():
+        raise ValueError(
+            f"--set {found[0]} is a secret, and Prefect would store it: give env:NAME, with the secret in the "
+            "environment variable NAME"
+        )
 
 
 def _is_mapping(section: str, field: str) -> bool:
@@ -115,7 +125,7 @@ def parameters_of(content: Mapping[str, Any]) -> Parameters:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where} is {first['input']!r}: {first['msg'].lower()}") from None
+        raise ValueError(f"{where} is {masked(first['input'], where)!r}: {first['msg'].lower()}") from None
 
 
 def _require_section(section: str) -> None:

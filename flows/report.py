@@ -10,12 +10,14 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from milepost.flows.curve import svg_figure
+from milepost.flows.evaluation_report import write_evaluation_report
 from milepost.flows.report_figures import figures
 from milepost.flows.report_samples import ends
 from milepost.flows.results import evaluations, finished
 from milepost.storage import attempts, files, runs
 from milepost.storage.accounting import epoch_accounting
 from milepost.storage.ancestry import Ancestry, ancestry
+from milepost.storage.evaluated import evaluated
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 
@@ -48,7 +50,10 @@ def lineage_links(found: Ancestry) -> list[Link]:
     if isinstance(found.parent, Ancestry):
         links = lineage_links(found.parent)
     else:
-        links = [Link(found.parent.kind, found.parent.folder.rstrip("/").rpartition("/")[2], "")]
+        links = [Link(found.parent.kind, found.parent.name, "")]
+    if taken := [step.taken for step in found.steps if step.taken]:
+        stored = f"of its steps {taken[0]['step']} to {taken[-1]['step']}"
+        links.append(Link("stored samples", taken[0]["run"], stored))
     sets = ", ".join(sorted({prompt.dataset for prompt in found.prompts}))
     graders = sorted({grader for step in found.steps for grader in step.graders})
     number, _, digest = found.version.partition("-")
@@ -83,7 +88,9 @@ def _figure(value: float) -> str:
 def write_report(folder: RunFolder) -> str:
     """Render the report of a run, finished or not, and return where it is."""
     record = attempts.current(folder)
-    steps, evaluated = finished(folder), evaluations(folder)
+    if evaluated(record):
+        return write_evaluation_report(folder)
+    steps, held_out = finished(folder), evaluations(folder)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["figure"] = _figure
     source = (package_files("milepost.flows") / "report.html.j2").read_text()
@@ -97,9 +104,9 @@ def write_report(folder: RunFolder) -> str:
         finished=len(steps),
         attempts=attempt_rows(folder, steps),
         columns=[name for name in COLUMNS if any(name in step.metrics for step in steps)],
-        evals=evaluated,
+        evals=held_out,
         epochs=epoch_accounting(folder),
-        figures=[(item.title, Markup(svg_figure(item))) for item in figures(folder, steps, evaluated)],
+        figures=[(item.title, Markup(svg_figure(item))) for item in figures(folder, steps, held_out)],
         links=lineage_links(ancestry(folder, len(steps))) if steps else [],
         samples=ends(folder),
     )

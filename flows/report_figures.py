@@ -49,6 +49,7 @@ def _asked(folder: RunFolder, statement: str, names: list[str]) -> list[Series]:
 
 def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Evaluation]) -> list[FigureData]:
     """Every figure that has something to show."""
+    trained = any("train/optimizer_steps" in step.metrics for step in steps)
     staleness, surprise = _asked(folder, _SAMPLED, ["steps between weights and training", "surprise"])
     (mismatch,) = _asked(folder, _MISMATCH, ["trainer against engine"])
     classes = sorted({name for step in steps for name in step.accounting if name != "served"})
@@ -65,7 +66,7 @@ def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Eval
         FigureData("gradient norm", [_of_metric(steps, "train/grad_norm", "before clipping")]),
         FigureData("clipped share of tokens", [_of_metric(steps, "train/pg_clipfrac", "clipped")]),
         FigureData("log-probabilities apart, mean", [mismatch]),
-        FigureData("staleness", [staleness]),
+        FigureData("staleness", [staleness] if trained else []),
         FigureData("seconds by stage", [_of_metric(steps, name, name.removeprefix("time/")) for name in stages]),
         FigureData("prompts by how they ended", [_of_counts(steps, name) for name in classes]),
     ]

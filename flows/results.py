@@ -1,5 +1,6 @@
 """What a run has come to: its finished steps, and its evaluations."""
 
+import math
 from dataclasses import dataclass
 
 from milepost.storage import files, manifest
@@ -9,7 +10,7 @@ from milepost.storage.runs import RunFolder
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out accuracy after `step` steps."""
+    """Held-out accuracy after `step` steps, on the first data set; NaN when no sample has a score."""
 
     step: int
     mean: float
@@ -18,15 +19,35 @@ class Evaluation:
     count: int
 
 
+def evaluation_folder(folder: RunFolder, step: int) -> str:
+    """Where the evaluation of the weights after `step` trained steps is stored."""
+    return files.join(folder.uri, "evals", f"{step:06d}")
+
+
 def evaluations(folder: RunFolder) -> list[Evaluation]:
     """The evaluations a run has stored, in order of step."""
-    place = files.join(folder.uri, "evals")
-    found = []
-    for name in files.names(place):
-        commit = files.join(place, name, "journal", "evaluate-r0.json")
-        if files.exists(commit):
-            found.append(Evaluation(int(name), **files.read_json(commit)["record"]))
-    return found
+    found = (_evaluation(folder, step) for step in _begun(folder))
+    return [evaluation for evaluation in found if evaluation]
+
+
+def latest_evaluation(folder: RunFolder) -> Evaluation | None:
+    """The newest of them, without reading the others."""
+    found = (_evaluation(folder, step) for step in reversed(_begun(folder)))
+    return next((evaluation for evaluation in found if evaluation), None)
+
+
+def _begun(folder: RunFolder) -> list[int]:
+    return [int(name) for name in files.names(files.join(folder.uri, "evals")) if name.isdigit()]
+
+
+def _evaluation(folder: RunFolder, step: int) -> Evaluation | None:
+    """None for one that has not ended."""
+    commit = files.join(evaluation_folder(folder, step), "journal", "evaluate-r0.json")
+    if not files.exists(commit):
+        return None
+    record = files.read_json(commit)["record"]
+    mean = math.nan if record["mean"] is None else record["mean"]
+    return Evaluation(step, mean, record["low"], record["high"], record["count"])
 
 
 def finished(folder: RunFolder) -> list[StepManifest]:

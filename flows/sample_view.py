@@ -4,17 +4,20 @@ import json
 from math import exp
 from typing import Any
 
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from milepost.engines.tokenizer import token_texts
 from milepost.flows.sql import committed
-from milepost.storage import attempts, files, runs
+from milepost.storage import attempts, manifest, purges, runs
 from milepost.storage.journal import Slot, StepStore
+from milepost.storage.parent import PARENT
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef, read_table
+from milepost.storage.tombstones import TOMBSTONE_JSON
 
 STAGES = ("optimize", "filter", "score", "generate")  # the last that has a sample knows the most of it
 
@@ -30,25 +33,42 @@ def find_sample(root: str, run: str, sample: str) -> dict[str, Any]:
 def stored_sample(folder: RunFolder, sample: str) -> dict[str, Any]:
     """`find_sample` in the folder of a run."""
     record = attempts.current(folder)
-    step = _step_of(sample)
-    tables = {stage: _tables(folder, stage, step) for stage in STAGES}
+    is_own = not {"origin", PARENT} & record.data.keys()  # other ids are anything, or name the step of another run
+    step = _step_of(sample) if is_own else None
     for stage in STAGES:
-        for uri in tables[stage]:
-            found = _read(uri, sample)
+        for ref in _tables(folder, stage, step):
+            table = read_table(ref)
+            found = table.filter(pc.equal(table["sample_id"], sample)).to_pylist()
             if found:
-                return found[0] | {"tokens": token_texts(record.model["folder"], found[0]["response_token_ids"])}
-    known = [name for uri in tables["generate"] for name in _ids(uri)]
-    hint = nearest(sample, known) or (f"; that step has {known[0]} to {known[-1]}" if known else "")
-    raise LookupError(f"run {folder.run_id!r} has no sample {sample!r}{hint}")
+                return found[0] | _told(folder, record.model["folder"], found[0])
+    raise LookupError(f"run {folder.run_id!r} has no sample {sample!r}{_instead(folder, sample, step)}")
 
 
-def _tables(folder: RunFolder, stage: str, step: int | None) -> list[str]:
+def _told(folder: RunFolder, model_folder: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The text of each token, and the day of the purge that left none."""
+    if row["prompt"] == TOMBSTONE_JSON:
+        day = purges.purged_prompts(folder.uri).get(row["prompt_id"], "")
+        return {"tokens": [""] * len(row["response_token_ids"]), "purged": day}
+    return {"tokens": token_texts(model_folder, row["response_token_ids"]), "purged": ""}
+
+
+def _instead(folder: RunFolder, sample: str, step: int | None) -> str:
+    """Which sample may have been meant by an id that there is none of."""
+    known = [name for ref in _tables(folder, "generate", step) for name in read_table(ref)["sample_id"].to_pylist()]
+    if known:
+        among = "the run" if step is None else "that step"
+        return nearest(sample, known) or f"; {among} has {known[0]} to {known[-1]}"
+    finished = manifest.finished_steps(folder)
+    return f"; it has steps {finished[0]} to {finished[-1]}" if finished else "; it has finished no step yet"
+
+
+def _tables(folder: RunFolder, stage: str, step: int | None) -> list[TableRef]:
     """The tables of a stage in the step that a sample's id names; of all steps for an id from elsewhere."""
     if step is None:
-        return [uri for _, uri in committed(folder).tables(stage)]
+        return [ref for _, ref in committed(folder).tables(stage)]
     commits = StepStore(folder.step(step), folder.run_id, step).commits()
     found = [commit for commit in commits if Slot.parse(commit.slot).stage == stage]
-    return [ref.uri for commit in found for ref in commit.tables.values()]
+    return [ref for commit in found for ref in commit.tables.values()]
 
 
 def _step_of(sample: str) -> int | None:
@@ -57,23 +77,13 @@ def _step_of(sample: str) -> int | None:
     return int(begin) if begin.isdigit() else None
 
 
-def _read(uri: str, sample: str) -> list[dict[str, Any]]:
-    fs, path = files.filesystem(uri)
-    found: list[dict[str, Any]] = pq.read_table(path, filters=[("sample_id", "=", sample)], filesystem=fs).to_pylist()
-    return found
-
-
-def _ids(uri: str) -> list[str]:
-    fs, path = files.filesystem(uri)
-    ids: list[str] = pq.read_table(path, columns=["sample_id"], filesystem=fs)["sample_id"].to_pylist()
-    return ids
-
-
 def show_sample(row: dict[str, Any]) -> None:
     """The sample on the terminal, in colours where it has them."""
     console = Console(highlight=False)
     console.print(f"[bold]{escape(row['sample_id'])}[/]  run {escape(row['run_id'])}, step {row['step']}")
     console.print(f"data set {escape(row['dataset'])}, label {escape(row['label'])}")
+    if row["purged"]:
+        console.print(f"purged on {row['purged']}: what it said is gone, its {len(row['tokens'])} tokens are zeros")
     for role, text in turns(row):
         console.print(f"\n[bold cyan]{escape(role)}[/]")
         console.print(Text(text))
@@ -83,9 +93,12 @@ def show_sample(row: dict[str, Any]) -> None:
     console.print(token_strip(row))
     console.print(f"\n[bold cyan]verdict[/] {_verdict(row)}")
     versions = f"{row['weight_version_min']} to {row['weight_version_max']} ({row['weights_digest']})"
-    console.print(f"weights {versions}; {row['status']}, finished by {row['finish_reason']}, seed {row['seed']}")
+    weights = "not known" if row["weights_digest"] is None else versions
+    ended = row["status"] if row["finish_reason"] is None else f"{row['status']}, finished by {row['finish_reason']}"
+    console.print(f"weights {weights}; {ended}, seed {'not known' if row['seed'] is None else row['seed']}")
     if row["kept"] is not None:
-        console.print("trained on" if row["kept"] else f"not trained on: {escape(row['drop_reason'] or '')}")
+        chosen = "kept" if row["advantages"] is None else "trained on"
+        console.print(chosen if row["kept"] else f"not trained on: {escape(row['drop_reason'] or '')}")
 
 
 def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
@@ -100,6 +113,11 @@ def _content(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
+def logprobs_of(row: dict[str, Any]) -> list[float | None]:
+    """The log-probability of each token; None where a sample that was made elsewhere came without."""
+    return row["rollout_logprobs"] or [None] * len(row["response_token_ids"])
+
+
 def shade(logprob: float) -> int:
     """Which of `SHADES` a token with this log-probability has."""
     return next(place for place, (least, _) in enumerate(SHADES) if exp(logprob) >= least)
@@ -108,8 +126,9 @@ def shade(logprob: float) -> int:
 def token_strip(row: dict[str, Any]) -> Text:
     """The response in the colour of each token's probability; tokens that are not trained are dim."""
     strip = Text()
-    for text, logprob, mask in zip(row["tokens"], row["rollout_logprobs"], row["loss_mask"], strict=True):
-        strip.append(text, style=SHADES[shade(logprob)][1] if mask else "dim")
+    for text, logprob, mask in zip(row["tokens"], logprobs_of(row), row["loss_mask"], strict=True):
+        known = "" if logprob is None else SHADES[shade(logprob)][1]
+        strip.append(text, style=known if mask else "dim")
     return strip
 
 

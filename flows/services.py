@@ -81,22 +81,28 @@ def down(*, say: Say = print) -> None:
 
 @contextlib.contextmanager
 def prefect_api(
-    *, say: Say = print, console_level: str = "WARNING", meanwhile: Callable[[], object] = lambda: None
+    *,
+    say: Say = print,
+    console_level: str = "WARNING",
+    meanwhile: Callable[[], object] = lambda: None,
+    own: bool = True,
 ) -> Iterator[str]:
     """The URL of a Prefect API, which flows called inside use: the configured one, that of `up`, or one of its own.
 
     One of its own ends with this context, and with this process however that ends (on Linux). Prefect's messages below
     `console_level` stay off the terminal; its server has them all the same. `meanwhile` is called while one of its own
-    starts, which takes seconds.
+    starts, which takes seconds. Where none of its own will do (`own`), ServiceFailed says that there is no other.
     """
     with contextlib.ExitStack() as stack:
         url = _configured_api() or running().prefect_url
-        own = url is None
+        starts = url is None
         if url is None:
+            if not own:
+                raise ServiceFailed("no Prefect server runs: start one with `milepost up`, or set PREFECT_API_URL")
             url = stack.enter_context(_own_prefect(say, meanwhile))
         from milepost.flows.prefect_client import prefect_client  # imports Prefect, for which `down` need not wait
 
-        stack.enter_context(prefect_client(url, console_level, drain=own))
+        stack.enter_context(prefect_client(url, console_level, drain=starts))
         _mark_gone(url)
         yield url
 

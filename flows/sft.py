@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from milepost.engines.fleet import create_trainer
 from milepost.engines.protocols import UpdateParams, WeightSource
 from milepost.storage import files
-from milepost.storage.ancestry import SFT_RECORD
+from milepost.storage.begun import SFT_RECORD
 from milepost.storage.parameters import Parameters
 from milepost.storage.provenance import provenance
 from milepost.storage.schema import ROLLOUTS, from_rows

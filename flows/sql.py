@@ -15,15 +15,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
+from milepost.flows.table_view import create_view
 from milepost.storage import attempts, files, manifest, runs
-from milepost.storage.ancestry import tables_of
+from milepost.storage.ancestry import SCORED, tables_of
 from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.manifest import StepManifest
-from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
-from milepost.storage.schema import PROMPTS, ROLLOUTS
-from milepost.storage.touches import run_folders
+from milepost.storage.schema import CATALOG
+from milepost.storage.schema_versions import Catalog
+from milepost.storage.tables import TableRef, require_all
 
+# What the tables of a stage are seen as.
+_VIEWS = {
+    "filter": ("rollouts", "verdicts", "drops"),
+    "evaluate": ("rollouts", "verdicts"),
+    "optimize": ("batches",),
+    "sample": ("prompts", "served"),
+}
 _PROMPTS = """
 CREATE VIEW prompts AS SELECT of.run_id, of.step, served.* EXCLUDE (filename)
 FROM served JOIN serving_files AS of USING (filename)
@@ -41,12 +49,10 @@ CREATE VIEW drops AS SELECT run_id, step, group_id, sample_id, status, reward, d
 def chosen_runs(root: str, run: str, pattern: str = "") -> list[RunFolder]:
     """The run called `run` and all others of `root` whose names match `pattern`; LookupError when it is not there."""
     folder = runs.run_folder(root, run)
-    if not files.exists(folder.record):
-        known = [found.run_id for found in run_folders(root)]
-        raise LookupError(f"no run {run!r}: {folder.record} does not exist{nearest(run, known)}")
     attempts.current(folder)
-    others = [found for found in run_folders(root) if fnmatch.fnmatchcase(found.run_id, pattern)] if pattern else []
-    return [folder, *(found for found in others if found.run_id != run)]
+    found = runs.run_folders(root) if pattern else []
+    others = [other for other in found if fnmatch.fnmatchcase(other.run_id, pattern)]
+    return [folder, *(other for other in others if other.run_id != run)]
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,11 @@ class Committed:
     closed: list[StepManifest]
     going: list[Commit]
 
-    def tables(self, stage: str) -> list[tuple[int, str]]:
-        """Step and address of every table of a stage."""
-        found = [(step.step, str(ref["uri"])) for step in self.closed for ref in tables_of(step, stage)]
+    def tables(self, stage: str) -> list[tuple[int, TableRef]]:
+        """Step and reference of every table of a stage."""
+        found = [(step.step, TableRef(**ref)) for step in self.closed for ref in tables_of(step, stage)]
         going = [commit for commit in self.going if Slot.parse(commit.slot).stage == stage]
-        return found + [(len(self.closed), ref.uri) for commit in going for ref in commit.tables.values()]
+        return found + [(len(self.closed), ref) for commit in going for ref in commit.tables.values()]
 
 
 def committed(folder: RunFolder) -> Committed:
@@ -71,31 +77,44 @@ def committed(folder: RunFolder) -> Committed:
     return Committed(folder, closed, StepStore(folder.step(step), folder.run_id, step).commits())
 
 
-def query(folders: list[RunFolder], statement: str) -> pa.Table:
-    """The rows of `statement` over some runs."""
+def stages_named(statement: str) -> list[str]:
+    """The stages whose tables a statement may read: it has to name their views for that, whatever else it says."""
+    words = statement.lower()
+    return [stage for stage, views in _VIEWS.items() if any(view in words for view in views)]
+
+
+def query(folders: list[RunFolder], statement: str, catalog: Catalog = CATALOG) -> pa.Table:
+    """The rows of `statement` over some runs, whose tables may be of any versions of `catalog`.
+
+    DamagedTable or FileNotFoundError, as `verify` has it, when a table that it may read is not as it was written.
+    """
     connection = duckdb.connect()
     filesystem = next((files.filesystem(folder.uri)[0] for folder in folders if not files.is_local(folder.uri)), None)
     if filesystem is not None:
         connection.register_filesystem(filesystem)
-    _create_views(connection, folders)
     try:
+        _create_views(connection, folders, statement, catalog)
         relation = connection.sql(statement)
         return pa.table({}) if relation is None else relation.to_arrow_table()
     except duckdb.Error as error:
         raise ValueError(f"DuckDB refused the query: {' '.join(str(error).split())}") from None
 
 
-def _create_views(connection: duckdb.DuckDBPyConnection, folders: list[RunFolder]) -> None:
+def _create_views(
+    connection: duckdb.DuckDBPyConnection, folders: list[RunFolder], statement: str, catalog: Catalog
+) -> None:
     stored = [committed(folder) for folder in folders]
-    for name, stage in (("rollouts", "filter"), ("batches", "optimize")):
-        _view(connection, name, [uri for run in stored for _, uri in run.tables(stage)], ROLLOUTS)
-    served = [(run.folder.run_id, step, uri) for run in stored for step, uri in run.tables("sample")]
-    _view(connection, "served", [uri for _, _, uri in served], PROMPTS, filename=True)
+    require_all(ref for stage in stages_named(statement) for run in stored for _, ref in run.tables(stage))
+    for view, stages in (("rollouts", SCORED), ("batches", ("optimize",))):
+        tables = [ref for run in stored for stage in stages for _, ref in run.tables(stage)]
+        create_view(connection, view, tables, schema="rollouts", catalog=catalog)
+    found = [(run.folder.run_id, step, ref) for run in stored for step, ref in run.tables("sample")]
+    tables = [ref for _, _, ref in found]
+    create_view(connection, "served", tables, schema="prompts", catalog=catalog, filename=True)
+    served = [(run, step, ref.uri) for run, step, ref in found]
     names = ("run_id", "step", "filename")
-    tables = (
-        pa.table({name: [row[at] for row in served] for at, name in enumerate(names)}) if served else _no_servings()
-    )
-    connection.register("serving_files", tables)
+    places = {name: [row[at] for row in served] for at, name in enumerate(names)}
+    connection.register("serving_files", pa.table(places) if served else _no_servings())
     connection.execute(_PROMPTS)
     closed = [step for run in stored for step in run.closed]
     connection.register("steps", _steps(closed))
@@ -106,18 +125,6 @@ def _create_views(connection: duckdb.DuckDBPyConnection, folders: list[RunFolder
 
 def _no_servings() -> pa.Table:
     return pa.schema([("run_id", pa.string()), ("step", pa.int32()), ("filename", pa.string())]).empty_table()
-
-
-def _view(
-    connection: duckdb.DuckDBPyConnection, name: str, uris: list[str], schema: pa.Schema, *, filename: bool = False
-) -> None:
-    """A view over Parquet files, with their names in `filename` if asked; an empty one of `schema` over none."""
-    if not uris:
-        empty = schema.empty_table()
-        connection.register(name, empty.append_column("filename", pa.array([], pa.string())) if filename else empty)
-        return
-    listed = ", ".join("'" + uri.replace("'", "''") + "'" for uri in uris)
-    connection.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet([{listed}], filename = {filename})")
 
 
 def _steps(closed: list[StepManifest]) -> pa.Table:

@@ -3,21 +3,31 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from milepost.engines.tokenizer import load_tokenizer
+from milepost.flows.parents import going_on
 from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
 from milepost.flows.results import evaluations
-from milepost.storage import attempts, files, manifest, runs
+from milepost.storage import attempts, files, manifest, redaction, runs
 from milepost.storage.attempts import Changes
+from milepost.storage.evaluated import evaluated
+from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
-from milepost.storage.prompts import PromptSet
+from milepost.storage.parent import ParentRun, course_of
 from milepost.storage.provenance import provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import TableRef, write_table
+from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.recover import require_tables
+
+FIXED = ("data.rollouts", "engines.train", "engines.rollout")
 
 
 @dataclass(frozen=True)
@@ -31,9 +41,10 @@ class Launched:
     attempt: int = 1
     changes: Changes | None = None
 
-    @property
+    @cached_property
     def parameters(self) -> Parameters:
-        return self.record.parameters
+        """What to work with; those of the record are as they were given, and have references for secrets."""
+        return self.record.parameters.resolved(going_on=True)
 
     @property
     def eval_prompts(self) -> TableRef | None:
@@ -48,23 +59,28 @@ class Launched:
 def is_finished(folder: RunFolder, record: RunRecord) -> bool:
     """Every step is closed, and the weights that the last one left are evaluated if they are to be."""
     done = len(manifest.finished_steps(folder))
-    evaluated = not record.data["eval"] or not record.parameters.eval.every_steps
-    return done >= record.steps and (evaluated or done in [item.step for item in evaluations(folder)])
+    if done < record.steps or not record.data["eval"] or not record.parameters.eval.every_steps:
+        return done >= record.steps
+    left = WeightVersion.parse(manifest.load(folder, done - 1).version_out)
+    return left.step in [item.step for item in evaluations(folder)]
 
 
-def _store_prompts(folder: RunFolder, prompts: PromptSet, name: str) -> dict[str, Any]:
-    return asdict(write_table(folder.prompts(name), prompts.table, PROMPTS))
+def store_prompts(folder: RunFolder, prompts: pa.Table, name: str) -> dict[str, Any]:
+    """A reference to the stored table, for the data of a run's record."""
+    return asdict(write_table(folder.prompts(name), prompts, PROMPTS))
 
 
 def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
     """Publish the run's prompts and then its `run.json`; a name that is taken is refused. `fence` is the caller's."""
-    held_out = _store_prompts(folder, plan.eval_prompts, "eval") if plan.eval_prompts else None
+    held_out = store_prompts(folder, plan.eval_prompts, "eval") if plan.eval_prompts is not None else None
     data = {
-        "prompts": _store_prompts(folder, plan.prompts, "train"),
+        "prompts": store_prompts(folder, plan.prompts.table, "train"),
         "eval": held_out,
         "too_long": plan.prompts.too_long,
         "bad_lines": plan.prompts.bad_lines,
+        **(plan.parent.entry() if plan.parent else {}),
     }
+    trusted = plan.parameters.model.trust_remote_code
     record = RunRecord(
         run_id=plan.run,
         steps=plan.steps,
@@ -72,18 +88,32 @@ def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
         parameters_digest=runs.parameters_digest(plan.parameters),
         provenance=provenance(),
         data=data,
-        model={"path": plan.parameters.model.path, "folder": plan.model_dir, "config": plan.model_config},
+        model={
+            "path": redaction.masked_text(plan.parameters.model.path),
+            "folder": plan.model_dir,
+            "config": plan.model_config,
+            "tokenizer": load_tokenizer(plan.model_dir, trust_remote_code=trusted).digest,
+        },
         started_at=time.time(),
     )
     runs.create(folder, record)
     return Launched(plan.root, folder, record, fence)
 
 
-def begin_run(root: str, folder: RunFolder, steps: int, parameters: Parameters, *, fence: int) -> Launched:
-    """Plan a new run and create it."""
+def begin_run(
+    root: str,
+    folder: RunFolder,
+    steps: int,
+    parameters: Parameters,
+    *,
+    fence: int,
+    parent: ParentRun | None = None,
+) -> Launched:
+    """Plan a new run, which may go on from a `parent`, and create it."""
     runs.require_new(folder)
+    tell_of_masks(parameters)
     quarantine = files.join(folder.uri, "quarantine.jsonl")
-    plan = make_plan(folder.run_id, root, steps, parameters, quarantine_uri=quarantine)
+    plan = make_plan(folder.run_id, root, steps, parameters, parent=parent, quarantine_uri=quarantine)
     for notice in notices(plan):
         say(notice)
     return create_run(plan, folder, fence=fence)
@@ -100,13 +130,33 @@ def reopen_run(
 ) -> Launched:
     """Go on with a run; what is None stays as it was. A change that is not allowed is refused and nothing recorded."""
     before = require_resumable(folder, steps)
-    chosen = parameters or before.parameters
-    attempts.require_allowed(attempts.changes(before.parameters, chosen), allowed)
+    chosen = going_on(parameters, before) if parameters else before.parameters
+    require_allowed(before, chosen, allowed)
     if is_finished(folder, before):
         return Launched(root, folder, before, fence, before.attempt)
+    chosen.resolved(going_on=True)
     evaluation = _evaluation(folder, chosen, before)
     attempt = attempts.begin(folder, chosen, steps=before.steps, allowed=allowed, evaluation=evaluation)
-    return Launched(root, folder, attempts.current(folder), fence, attempt.number, attempt.changes)
+    record = replace(attempts.current(folder), parameters=chosen)
+    return Launched(root, folder, record, fence, attempt.number, attempt.changes)
+
+
+def require_allowed(before: RunRecord, chosen: Parameters, allowed: Sequence[str]) -> None:
+    """ValueError for a change that nobody allowed, or that would make another run of it."""
+    found = attempts.changes(before.parameters, chosen)
+    attempts.require_allowed(found, allowed)
+    fixed = [key for key in FIXED if key in found and (key == "data.rollouts" or "none" in found[key])]
+    if fixed:
+        raise ValueError(f"{fixed[0]} decides which stages run {before.run_id!r} has: begin another run to change it")
+
+
+def tell_of_masks(parameters: Parameters) -> None:
+    """Say what of the parameters will be needed again when the run is to go on."""
+    if found := parameters.literal_secrets():
+        say(
+            f"{', '.join(found)}: secrets are stored as {redaction.MASK}, so a resumption asks for them again; "
+            "env:NAME as a value takes them from the environment each time"
+        )
 
 
 def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:
@@ -115,28 +165,36 @@ def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:
     This is for before anything is started; the first thing that is missing or damaged is named.
     """
     record = attempts.current(folder)
+    if evaluated(record):
+        raise ValueError(f"{folder.run_id!r} is an evaluation and trains nothing: `evaluate` goes on with it")
+    if origin := origin_of(record):
+        raise ValueError(
+            f"run {record.run_id!r} was imported from {origin.file} and has nothing to go on with: "
+            f"train another run on it with --set data.rollouts={record.run_id}"
+        )
     if steps is not None:
         check_steps(steps)
         record = replace(record, steps=steps)
     if not is_finished(folder, record):
         require_model(record)
         stored = (record.data[name] for name in ("prompts", "eval"))
-        require_tables(folder, [TableRef(**ref) for ref in stored if ref])
+        require_tables(folder, [TableRef(**ref) for ref in stored if ref], trained=course_of(record).trains)
     return record
 
 
 def require_model(record: RunRecord) -> None:
     """Make the model folder of a run again when it came from a package or a GGUF file and is gone; else it must be."""
     folder = record.model["folder"]
-    if not Path(folder).is_dir() and model_folder(record.model["path"]) != folder:
+    if not Path(folder).is_dir() and model_folder(redaction.resolved(record.model["path"])) != folder:
         raise FileNotFoundError(f"the model folder {folder} of run {record.run_id!r} is gone: put it back")
 
 
 def _evaluation(folder: RunFolder, parameters: Parameters, before: RunRecord) -> dict[str, Any] | None:
-    """The stored evaluation prompts; those of another path are read and stored first."""
-    same = parameters.eval.path == before.parameters.eval.path
+    """The stored evaluation prompts; those of other sets are read and stored first."""
+    same = not {"eval.path", "eval.sets"} & attempts.changes(before.parameters, parameters).keys()
     if same and (before.data["eval"] or not parameters.eval.every_steps):
         stored: dict[str, Any] | None = before.data["eval"]
         return stored
-    found = load_eval_prompts(parameters, before.model["folder"])
-    return _store_prompts(folder, found, "eval") if found else None
+    redaction.resolved({"eval": parameters.eval.model_dump()})
+    found = load_eval_prompts(parameters.resolved(going_on=True), before.model["folder"])
+    return store_prompts(folder, found, "eval") if found is not None else None

@@ -12,7 +12,8 @@ from typing import Any
 
 from milepost.engines.cluster import EngineDied, EngineMissing, EngineTimeout
 from milepost.engines.fleet import Fleet, start_rollout
-from milepost.engines.protocols import TrainEngine, WeightSource
+from milepost.engines.gpu_placement import shares_gpus
+from milepost.engines.protocols import WeightHolder, WeightSource
 from milepost.engines.rollout_actor import RolloutActor
 from milepost.flows.progress import say
 from milepost.flows.start import Launched
@@ -78,7 +79,7 @@ async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts
 
 async def _room(launched: Launched, fleet: Fleet) -> None:
     """Wait for the turn of the engines where they share GPUs with the trainer, or a new one would find no memory."""
-    while launched.parameters.perf.colocate and not await fleet.trainer.is_resting():
+    while shares_gpus(launched.parameters) and fleet.trainer and not await fleet.trainer.is_resting():
         await asyncio.sleep(WATCH_SECONDS)
 
 
@@ -101,14 +102,14 @@ async def admit(engine: RolloutActor, folder: RunFolder, fleet: Fleet) -> str:
     while True:
         source = current_weights(folder)
         if source is not None:
-            await asyncio.to_thread(_bring, source, engine, fleet.trainer)
+            await asyncio.to_thread(_bring, source, engine, fleet.weights)
         worker = await add_worker(fleet.router_url, url)
         if worker.state != "stale" and current_weights(folder) == source:
             return url
         await asyncio.sleep(STALE_SECONDS)
 
 
-def _bring(source: WeightSource, engine: RolloutActor, trainer: TrainEngine) -> None:
+def _bring(source: WeightSource, engine: RolloutActor, trainer: WeightHolder) -> None:
     """Load `source` unless the engine holds it already: weights sent without a folder it names by a shorter digest."""
     if str(engine.weight_version()) != str(source.version) and exported(source, trainer):
         load_into(engine, source, mode="abort")

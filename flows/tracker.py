@@ -7,15 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from milepost.flows.launches import local_folder
+from milepost.flows.results import evaluation_folder
 from milepost.flows.start import Launched
+from milepost.storage import lineage_links as links
 from milepost.storage import lineage_records as records
-from milepost.storage import manifest, runs
+from milepost.storage import manifest, redaction
+from milepost.storage.evaluation_link import held_out_told
+from milepost.storage.journal import StepStore
 from milepost.storage.lineage import Lineage, sqlite_uri
 from milepost.storage.manifest import StepManifest
-from milepost.storage.outbox import Courier, Outbox
+from milepost.storage.outbox import Courier, Outbox, Record
 from milepost.storage.parameters import TrackingSection
-from milepost.storage.runs import RunFolder, RunRecord
-from milepost.storage.tables import TableRef
+from milepost.storage.runs import RunFolder
+from milepost.storage.weight_version import WeightVersion
+from milepost.tasks.eval_scores import SetScore
 
 log = logging.getLogger(__name__)
 
@@ -24,54 +29,41 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Posts one record for each thing that happened. `last_checkpoint` is the version the next one descends from."""
 
-    run_id: str
+    folder: RunFolder
     flow_run_id: str
-    record: RunRecord
     courier: Courier | None
     last_checkpoint: int | None = None
 
-    def _post(self, record: records.Record) -> None:
-        if self.courier is not None:
-            self.courier.post(record)
-
     def step(self, closed: StepManifest) -> None:
         """A finished step: its metrics and tables, and its checkpoint if it saved one."""
-        tables = step_tables(closed)
-        tags: dict[str, str | int | float] = {
-            "weights_version_in": closed.version_in,
-            "weights_version_out": closed.version_out,
-            "parameters_digest": self.record.parameters_digest,
-            "commit": self.record.provenance.commit,
-            "flow_run_id": self.flow_run_id,
-        }
-        self._post(records.step_record(self.run_id, closed.step, metrics=closed.metrics, tables=tables, tags=tags))
+        if self.courier is None:
+            return
+        self.courier.post(links.step_closed(self.folder, closed, flow_run_id=self.flow_run_id))
         if closed.checkpoint:
-            self._checkpoint(closed, list(tables.values()))
+            self.courier.post(links.checkpoint_saved(self.folder, closed, parent=self.last_checkpoint))
+            self.last_checkpoint = closed.step + 1
 
-    def _checkpoint(self, closed: StepManifest, tables: list[TableRef]) -> None:
-        version = closed.step + 1
-        self._post(
-            records.checkpoint_record(
-                self.run_id,
-                version,
-                uri=closed.checkpoint,
-                weights_version=closed.version_out,
-                step=closed.step,
-                parent=self.last_checkpoint,
-                tables=tables,
-            )
-        )
-        self.last_checkpoint = version
+    def catch_up(self, told: set[str]) -> None:
+        """Tell of every finished step that `told` has no record of: whoever closed it was killed, or did not track."""
+        for step in manifest.finished_steps(self.folder):
+            closed = manifest.load(self.folder, step)
+            if records.step_id(step) not in told or (closed.checkpoint and records.checkpoint_id(step + 1) not in told):
+                self.step(closed)
+            elif closed.checkpoint:
+                self.last_checkpoint = step + 1
 
+    def evaluated(self, version: WeightVersion, scores: list[SetScore]) -> None:
+        """Held-out scores of weights, whether they have a checkpoint or not."""
+        if self.courier is None or not scores:
+            return
+        metrics = {name: value for score in scores for name, value in score.metrics().items()}
+        store = StepStore(evaluation_folder(self.folder, version.step), self.folder.run_id, version.step)
+        self.courier.post(held_out_told(self.folder, store, f"{version.step}-{version.digest}", metrics))
 
-def step_tables(closed: StepManifest) -> dict[str, TableRef]:
-    """The tables of a step by the name of the stage that wrote them, the final form of each sample only."""
-    return {
-        f"{entry['slot']}/{name}": TableRef(**ref)
-        for entry in closed.commits
-        if entry["slot"].split("-")[0] in ("sample", "filter", "optimize")
-        for name, ref in entry["tables"].items()
-    }
+    def report(self, uri: str) -> None:
+        """The report of the run was written anew."""
+        if self.courier is not None:
+            self.courier.post(records.report_record(self.folder.run_id, uri))
 
 
 def tracking_uri(tracking: TrackingSection, *, root: str, running_url: str | None) -> str:
@@ -83,18 +75,21 @@ def tracking_uri(tracking: TrackingSection, *, root: str, running_url: str | Non
 def open_tracker(launched: Launched, *, uri: str, flow_run_id: str) -> Iterator[Tracker]:
     """Announce the run or its new attempt, and its end; what MLflow has not taken by then waits in the outbox."""
     folder, record = launched.folder, launched.record
-    before = last_checkpoint(folder)
     if not record.parameters.tracking.enabled:
-        yield Tracker(folder.run_id, flow_run_id, record, None, before)
+        yield Tracker(folder, flow_run_id, None)
         return
     experiment = record.parameters.tracking.experiment
-    courier = Courier(Outbox(folder.outbox), Lineage(uri, experiment=experiment).send, target=uri)
+    outbox = Outbox(folder.outbox)
+    courier = Courier(outbox, Lineage(uri, experiment=experiment).send, target=redaction.masked_text(uri))
+    told = outbox.ids()
     courier.start()
     for announced in _announcements(launched, flow_run_id):
         courier.post(announced)
+    tracker = Tracker(folder, flow_run_id, courier)
     status: records.Status = "FAILED"
     try:
-        yield Tracker(folder.run_id, flow_run_id, record, courier, before)
+        tracker.catch_up(told)
+        yield tracker
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
         status = "KILLED"
@@ -106,29 +101,9 @@ def open_tracker(launched: Launched, *, uri: str, flow_run_id: str) -> Iterator[
             log.warning("%d lineage records wait in %s: %s", delivery.waiting, folder.outbox, delivery.error)
 
 
-def last_checkpoint(folder: RunFolder) -> int | None:
-    """The weight version of the newest checkpoint that a finished step names."""
-    for step in reversed(manifest.finished_steps(folder)):
-        if manifest.load(folder, step).checkpoint:
-            return step + 1
-    return None
-
-
-def _announcements(launched: Launched, flow_run_id: str) -> list[records.Record]:
+def _announcements(launched: Launched, flow_run_id: str) -> list[Record]:
     """The run, which is sent once however often it is announced, and the attempt when it is not the first."""
-    folder, began = launched.folder, runs.load(launched.folder)
-    tags = {
-        "run_id": folder.run_id,
-        "uri": folder.uri,
-        "commit": began.provenance.commit,
-        "diff_digest": began.provenance.diff_digest,
-        "packages_digest": began.provenance.packages_digest,
-        "flow_run_id": flow_run_id,
-    }
-    parameters = began.parameters.model_dump(mode="json")
-    found = [records.run_record(folder.run_id, parameters=parameters, tags=tags)]
+    found = [links.run_began(launched.folder, flow_run_id=flow_run_id)]
     if launched.attempt > 1:
-        commit = launched.record.provenance.commit
-        again = {"attempt": launched.attempt, "commit": commit, "flow_run_id": flow_run_id}
-        found.append(records.attempt_record(folder.run_id, launched.attempt, launched.changes or {}, tags=again))
+        found.append(links.attempt_began(launched.folder, launched.attempt, flow_run_id=flow_run_id))
     return found

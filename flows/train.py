@@ -4,11 +4,16 @@ import asyncio
 from collections.abc import Sequence
 
 from prefect import flow
+from pydantic import PositiveInt
 
 from milepost.flows import crashed
+from milepost.flows.engine_slots import engine_slots
 from milepost.flows.loop import run_training
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import say
+from milepost.flows.recipe import absolute_root
+from milepost.flows.run_name import made_name, shown_name
+from milepost.flows.run_status import resume_command
 from milepost.flows.start import begin_run, reopen_run
 from milepost.storage import files, runs
 from milepost.storage.lease import hold
@@ -28,18 +33,21 @@ from milepost.storage.parameters import (
     SyncSection,
     TrackingSection,
 )
+from milepost.storage.parent import ParentRun
 from milepost.storage.runs import RunFolder
 
 
-def resume_command(folder: RunFolder, root: str) -> str:
-    return f"milepost resume {folder.run_id} --root {root}"
-
-
 @recorded
-async def _work_on(
-    folder: RunFolder, root: str, steps: int | None, parameters: Parameters | None, allowed: Sequence[str]
+async def work_on(
+    folder: RunFolder,
+    root: str,
+    steps: int | None,
+    parameters: Parameters | None,
+    allowed: Sequence[str] = (),
+    *,
+    parent: ParentRun | None = None,
 ) -> str:
-    """Begin the run, or go on with it, while this process alone holds it."""
+    """Begin the run, from a `parent` if there is one, or go on with it, while this process alone holds it."""
     with hold(folder) as lease:
         await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, resume_command(folder, root))
         await asyncio.to_thread(crashed.mark_superseded, folder.uri, lease.fence)
@@ -49,19 +57,22 @@ async def _work_on(
             )
         else:
             assert steps is not None and parameters is not None
-            launched = await asyncio.to_thread(begin_run, root, folder, steps, parameters, fence=lease.fence)
+            launched = await asyncio.to_thread(
+                begin_run, root, folder, steps, parameters, fence=lease.fence, parent=parent
+            )
         if launched.is_finished:
             say(f"run {folder.run_id} has finished its {launched.record.steps} steps; give more with --steps")
         else:
-            await run_training(launched)
+            async with engine_slots(launched.parameters):
+                await run_training(launched)
     return folder.uri
 
 
-@flow(name="train", flow_run_name="{run}", retries=0)
+@flow(name="train", flow_run_name=shown_name, retries=0, on_crashed=[crashed.end_below])
 async def train(
-    run: str,
+    run: str = "",
     root: str = "runs",
-    steps: int = 10,
+    steps: PositiveInt = 10,
     model: ModelSection = ModelSection(),
     data: DataSection = DataSection(),
     rollout: RolloutSection = RolloutSection(),
@@ -80,7 +91,7 @@ async def train(
     """Train a model by reinforcement learning, or go on with a run of this name; returns the folder of the run.
 
     Args:
-        run: Name of the run: a folder under root, and the name of everything that belongs to it.
+        run: Name of the run: a folder under root, and the name of everything that belongs to it; made when empty.
         root: Folder of all runs, on any filesystem that fsspec knows.
         steps: Trips around the DAG.
         model: Which model, and how it is split over devices.
@@ -113,11 +124,14 @@ async def train(
         engines=engines,
         tracking=tracking,
     )
-    return await _work_on(runs.run_folder(root, run), root, steps, parameters, allow_change)
+    root = absolute_root(root)
+    return await work_on(runs.run_folder(root, run or made_name()), root, steps, parameters, allow_change)
 
 
-@flow(name="resume", flow_run_name="{run}", retries=0)
-async def resume(run: str, root: str = "runs", steps: int | None = None, allow_change: tuple[str, ...] = ()) -> str:
+@flow(name="resume", flow_run_name="{run}", retries=0, on_crashed=[crashed.end_below])
+async def resume(
+    run: str, root: str = "runs", steps: PositiveInt | None = None, allow_change: tuple[str, ...] = ()
+) -> str:
     """Go on with a run at its first unfinished stage; returns the folder of the run.
 
     Args:
@@ -126,6 +140,7 @@ async def resume(run: str, root: str = "runs", steps: int | None = None, allow_c
         steps: Trips around the DAG in all, if other than before.
         allow_change: Parameters, as section.field, that may differ from how the run began.
     """
+    root = absolute_root(root)
     folder = runs.run_folder(root, run)
     runs.load(folder)
-    return await _work_on(folder, root, steps, None, allow_change)
+    return await work_on(folder, root, steps, None, allow_change)

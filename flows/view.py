@@ -1,6 +1,7 @@
 """Prefect is only a view: a run whose Prefect server does not answer goes on, unseen until it answers again."""
 
 import asyncio
+from typing import cast
 from uuid import UUID
 
 import httpx
@@ -9,10 +10,12 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from milepost.flows.crashed import complete_unseen
-from milepost.flows.iteration import Position, iteration
+from milepost.flows.iteration import iteration
 from milepost.flows.outcome import watched
 from milepost.flows.progress import say
 from milepost.flows.service_state import answers
+from milepost.flows.step_context import Position
+from milepost.storage.parameters import Parameters
 
 ANSWER_SECONDS = 2.0
 
@@ -39,22 +42,28 @@ class View:
 
     def __init__(self) -> None:
         self._shows = True
+        self._results: list[object] = []
 
-    async def step(self, root: str, run: str, step: int, start: Position) -> Position:
+    def keep(self, result: object) -> None:
+        """Hold what a task or subflow gave: Prefect draws its edges by address, which no other object may get."""
+        self._results.append(result)
+
+    async def step(self, root: str, run: str, step: int, start: Position, parameters: Parameters) -> Position:
         """`iteration`, shown or not. What a step returned or raised counts, not whether Prefect could be told."""
         with watched() as outcome:
             if await prefect_answers():
                 await self._show(step)
                 try:
-                    return await iteration(root, run, step, start)
+                    return await iteration(root, run, step, start, parameters)
                 except Exception as error:  # Prefect raises what the step raised, and beside it errors of its own
                     if not is_unreported(error):
                         raise
             self._hide(step)
             if outcome.error:
                 raise outcome.error
-            position: Position = outcome.result if outcome.done else await iteration.fn(root, run, step, start)
-            return position
+            if outcome.done:
+                return cast(Position, outcome.result)
+            return await iteration.fn(root, run, step, start, parameters)
 
     async def _show(self, step: int) -> None:
         if not self._shows:

@@ -19,17 +19,21 @@ from milepost.engines.protocols import UpdateResult
 from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
-from milepost.flows.recipe import parameters_of, with_overrides
-from milepost.flows.replay import graders, scratch, step_range, stored_step, trainer_before
+from milepost.flows.recipe import absolute_root, parameters_of, with_overrides
+from milepost.flows.replay import graders, scratch, trainer_before
+from milepost.flows.replay_verdict import stored_step
+from milepost.flows.step_range import step_range
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import Parameters
+from milepost.storage.parent import course_of
 from milepost.storage.schema import ROLLOUTS
+from milepost.storage.stages import Course, Stage
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.filter import kept_groups
 from milepost.tasks.optimize import batch_refs
-from milepost.tasks.replay import TIMINGS, Stage, StoredStep, run_again
+from milepost.tasks.replay import TIMINGS, StoredStep, run_again, stages_from
 
 CHANGEABLE = ("reward", "filter", "algorithm", "optimizer")
 
@@ -84,8 +88,8 @@ def rows_of(step: int, before: dict[str, float], now: dict[str, float]) -> list[
 
 
 def stored_summary(stored: StoredStep) -> dict[str, float]:
-    commit = stored.commits[Slot("optimize")]
-    return summary(list(stored.rollouts("filter").values()), batch_refs(commit), commit.record["results"])
+    commit, filtered = stored.commits.get(Slot("optimize")), list(stored.rollouts("filter").values())
+    return summary(filtered, batch_refs(commit), commit.record["results"]) if commit else summary(filtered, [], [])
 
 
 def new_summary(filtered: list[TableRef], batches: list[TableRef], results: list[UpdateResult]) -> dict[str, float]:
@@ -113,11 +117,12 @@ async def what_if(
         steps: Which finished steps, as a:b; all when empty.
         out: A Parquet file for the rows, if any.
     """
-    folder = runs.run_folder(root, run)
+    folder = runs.run_folder(absolute_root(root), run)
     record = attempts.current(folder)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
     parameters, differs = changed(record.parameters, list(overrides))
-    first, name = first_stage(differs), f"{run}-what-if-{uuid.uuid4().hex[:8]}"
+    stages = stages_from(first_stage(differs), Course(last=course_of(record).last))
+    name = f"{run}-what-if-{uuid.uuid4().hex[:8]}"
     rows: list[Row] = []
     with ExitStack() as stack:
         stack.enter_context(joined_ray())
@@ -127,7 +132,7 @@ async def what_if(
         async with trainer_before(folder, record, chosen.start, name, parameters=parameters) as trainer:
             for step in chosen:
                 stored, store = stored_step(folder, step, parameters), StepStore(target.step(step), run, step)
-                again = await run_again(stored, first, store, graders=name, trainer=trainer, chained=True)
+                again = await run_again(stored, stages, store, graders=name, trainer=trainer, chained=True)
                 filtered = list((again.of("filter") or stored.rollouts("filter")).values())
                 now = await asyncio.to_thread(new_summary, filtered, again.batches, again.results)
                 rows += rows_of(step, stored_summary(stored), now)

@@ -30,7 +30,10 @@ async def probe(pool: BackendPool, client: aiohttp.ClientSession, backend: Backe
     else:
         pool.answered(backend, version)
     if backend.state != before:
-        log.info("worker %s went from %s to %s (%s)", backend.url, before, backend.state, backend.last_error or "well")
+        level = logging.DEBUG if {before, backend.state} == {"stale", "healthy"} else logging.INFO  # new weights
+        log.log(
+            level, "worker %s went from %s to %s (%s)", backend.url, before, backend.state, backend.last_error or "well"
+        )
 
 
 async def _weight_version(client: aiohttp.ClientSession, backend: Backend) -> str | None:

@@ -1,7 +1,7 @@
 """What became of every prompt: each serving ends in exactly one class, in a step and in an epoch.
 
-Classes: trained, `filtered: REASON`, aborted, unused (kept, but the step had enough), too_long and malformed (set aside
-before the run), pending (not served yet, or served and not finished).
+Classes: trained, `filtered: REASON`, aborted, unused (kept, but the step had enough), kept (in a run that trains
+nothing), too_long and malformed (set aside before the run), pending (not served yet, or served and not finished).
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ class AccountingError(RuntimeError):
     """The classes of the served prompts do not sum to the prompts that were served."""
 
 
-def group_classes(rollouts: pa.Table, trained: set[str]) -> dict[str, str]:
-    """The class of every group in a filtered rollouts table.
+def group_classes(rollouts: pa.Table, trained: set[str] | None) -> dict[str, str]:
+    """The class of every group in a filtered rollouts table; `trained` is None in a run that trains nothing.
 
     A group is aborted when all its samples are; the reason of a dropped group is otherwise the first of another kind.
     """
@@ -32,17 +32,20 @@ def group_classes(rollouts: pa.Table, trained: set[str]) -> dict[str, str]:
     columns = (rollouts[name].to_pylist() for name in ("group_id", "kept", "drop_reason"))
     for group, kept, reason in zip(*columns, strict=True):
         members.setdefault(group, []).append(None if kept else str(reason))
-    return {group: "trained" if group in trained else _dropped(reasons) for group, reasons in members.items()}
+    left = "kept" if trained is None else "unused"
+    chosen = trained or set()
+    return {group: "trained" if group in chosen else _not_trained(reasons, left) for group, reasons in members.items()}
 
 
-def _dropped(reasons: list[str | None]) -> str:
+def _not_trained(reasons: list[str | None], left: str) -> str:
+    """`left` for a group with a kept sample."""
     if None in reasons:
-        return "unused"
+        return left
     first = next((reason for reason in reasons if reason != _ABORTED), None)
     return _ABORTED if first is None else f"filtered: {first}"
 
 
-def accounting(served: Iterable[str], rollouts: pa.Table, trained: set[str]) -> dict[str, int]:
+def accounting(served: Iterable[str], rollouts: pa.Table, trained: set[str] | None) -> dict[str, int]:
     """How the groups `served` by a step ended; the classes of a step that is finished sum to its `served`.
 
     A group without a sample is pending. Samples of a group that was not served count as `unserved`, which is an error.
@@ -93,11 +96,18 @@ def _classes_by_epoch(
         return
     place = folder.step(closed.step)
     rollouts = pa.concat_tables(_tables(place, closed, "filter"))
-    batches = (table["group_id"].to_pylist() for table in _tables(place, closed, "optimize"))
-    classes = group_classes(rollouts, {group for groups in batches for group in groups})
+    classes = group_classes(rollouts, _trained(place, closed))
     for table in _tables(place, closed, "sample"):
         for group, epoch in zip(table["group_id"].to_pylist(), table["epoch"].to_pylist(), strict=True):
             yield epoch, {classes.get(group, "pending"): 1}
+
+
+def _trained(place: str, closed: StepManifest) -> set[str] | None:
+    """The groups in the batches of a step; None when the step had no optimizer."""
+    if not any(entry["slot"].startswith("optimize-") for entry in closed.commits):
+        return None
+    batches = (table["group_id"].to_pylist() for table in _tables(place, closed, "optimize"))
+    return {group for groups in batches for group in groups}
 
 
 def _tables(place: str, closed: StepManifest, stage: str) -> list[pa.Table]:

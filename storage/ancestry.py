@@ -1,28 +1,33 @@
 """Where a checkpoint comes from, read from run folders alone: every step before it, and the runs before its run.
 
-Tables are named with their digests and read in the columns that are asked for; that they hold what the digests say is
-for `verify` to find out.
+Tables are named with their digests and read in the columns that are asked for. One that is not as it was written is
+refused in the words of `verify`, which alone looks into those that are only named.
 """
 
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from milepost.storage import attempts, checkpoints, files, manifest, runs
-from milepost.storage.journal import Slot
+from milepost.storage.begun import Origin, begun_with, origin
+from milepost.storage.journal import Slot, StepStore
 from milepost.storage.manifest import StepManifest
+from milepost.storage.origin import origin_of
+from milepost.storage.parent import beside, parent_run, taken_from
 from milepost.storage.provenance import Provenance
-from milepost.storage.runs import RunFolder
+from milepost.storage.runs import RunFolder, RunRecord
+from milepost.storage.tables import TableRef, require
 
-SFT_RECORD = "sft.json"
 STEPS_AT_ONCE = 8
 R = TypeVar("R")
+
+SCORED = ("filter", "evaluate")  # the stages whose tables have the final form of each sample
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,10 @@ class PromptLink:
 
 @dataclass(frozen=True)
 class StepLink:
-    """A step of the ancestry. `graders` are the rewards with the hash of their code, as its verdicts name them."""
+    """A step of the ancestry. `graders` are the rewards with the hash of their code, as its verdicts name them.
+
+    `taken` is where its first stages come from: run, step and digest of its manifest; nothing when it made them itself.
+    """
 
     step: int
     manifest: str
@@ -58,6 +66,7 @@ class StepLink:
     parameters_digest: str
     graders: list[str]
     tables: list[TableLink]
+    taken: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class Ancestry:
     """A checkpoint and all that is behind it. `state` says whether its files are there; `parent` is what came before.
 
     A parent is a checkpoint of another run, the record of supervised fine-tuning, or a model folder from elsewhere.
+    `source` is the run whose stored stages it goes on from, up to the last step that it took; None for most.
     """
 
     run: str
@@ -89,28 +99,12 @@ class Ancestry:
     steps: list[StepLink]
     prompts: list[PromptLink]
     parent: "Ancestry | Origin"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Weights that no run made: `kind` is `sft` with its record, or `model` with the digest of its configuration."""
-
-    kind: str
-    folder: str
-    record: dict[str, Any]
-
-
-def exported_from(model_folder: Path) -> tuple[RunFolder, int] | None:
-    """The run whose exported weights a model folder is, and after how many steps; None for one from elsewhere."""
-    run = model_folder.parent.parent
-    is_export = model_folder.parent.name == "weights" and model_folder.name.isdigit() and (run / "run.json").exists()
-    return (RunFolder(str(run), run.name), int(model_folder.name)) if is_export else None
+    source: "Ancestry | Origin | None" = None
 
 
 def columns(entry: dict[str, Any], names: Sequence[str]) -> pa.Table:
-    """Some columns of a stored table, read without the rest of it."""
-    fs, path = files.filesystem(entry["uri"])
-    with fs.open(path, "rb") as file, pq.ParquetFile(file) as table:
+    """Some columns of a stored table, when it is as it was written."""
+    with pq.ParquetFile(io.BytesIO(require(TableRef(**entry)))) as table:
         return table.read(columns=list(names), use_threads=False)
 
 
@@ -119,6 +113,11 @@ def tables_of(closed: StepManifest, stage: str) -> list[dict[str, Any]]:
     return [
         ref for entry in closed.commits if Slot.parse(entry["slot"]).stage == stage for ref in entry["tables"].values()
     ]
+
+
+def sample_tables(closed: StepManifest) -> list[dict[str, Any]]:
+    """The references of the tables that hold every scored sample of a finished step once, an evaluation's included."""
+    return [ref for stage in SCORED for ref in tables_of(closed, stage)]
 
 
 def ancestry(folder: RunFolder, version: int) -> Ancestry:
@@ -138,9 +137,10 @@ def ancestry(folder: RunFolder, version: int) -> Ancestry:
         data=record.data,
         model=record.model,
         attempts=_attempts(folder, {step.attempt for step in closed}),
-        steps=_of_each(closed, lambda step: _step(folder, step)),
+        steps=_of_each(closed, lambda step: step_link(folder, step)),
         prompts=_prompts(closed),
-        parent=_parent(record.model["folder"]),
+        parent=_parent(folder, record),
+        source=_source(folder, record, version),
     )
 
 
@@ -151,13 +151,17 @@ def _of_each(steps: Sequence[StepManifest], do: Callable[[StepManifest], R]) -> 
 
 
 def _state(folder: RunFolder, last: StepManifest) -> str:
+    if not last.version_out:
+        return "no weights: its samples were imported"
+    if last.version_in == last.version_out:
+        return "the model as it was: the run trains nothing"
     if not last.checkpoint:
         return "not saved: checkpoint.every_steps left it out"
     wrong = checkpoints.faults(folder.checkpoint(last.step + 1), hashes=False)
     return "; ".join(wrong) if wrong else "complete"
 
 
-def _step(folder: RunFolder, closed: StepManifest) -> StepLink:
+def step_link(folder: RunFolder, closed: StepManifest) -> StepLink:
     return StepLink(
         step=closed.step,
         manifest=manifest.manifest_digest(folder, closed.step),
@@ -171,7 +175,14 @@ def _step(folder: RunFolder, closed: StepManifest) -> StepLink:
             for entry in closed.commits
             for name, ref in entry["tables"].items()
         ],
+        taken=_taken(folder, closed.step),
     )
+
+
+def _taken(folder: RunFolder, step: int) -> dict[str, Any]:
+    sampled = StepStore(folder.step(step), folder.run_id, step).stored(Slot("sample"))
+    found = taken_from(sampled.record) if sampled else None
+    return {"run": found.run, "step": found.step, "manifest": found.manifest} if found else {}
 
 
 def _graders(closed: StepManifest) -> list[str]:
@@ -200,10 +211,11 @@ def _served(closed: StepManifest) -> list[dict[str, Any]]:
 def _attempts(folder: RunFolder, numbers: set[int]) -> list[AttemptLink]:
     """The attempts that made some of the steps; steps from before attempts were counted belong to the first."""
     wanted = {max(number, 1) for number in numbers}
-    return [link for link in _all_attempts(folder) if link.number in wanted]
+    return [link for link in attempt_links(folder) if link.number in wanted]
 
 
-def _all_attempts(folder: RunFolder) -> Iterator[AttemptLink]:
+def attempt_links(folder: RunFolder) -> Iterator[AttemptLink]:
+    """Every attempt at a run, from the one that began it."""
     record = runs.load(folder)
     yield _attempt(1, record.provenance, record.parameters_digest, {})
     for attempt in attempts.attempts(folder):
@@ -214,14 +226,21 @@ def _attempt(number: int, made: Provenance, digest: str, changes: dict[str, list
     return AttemptLink(number, made.commit, made.diff_digest, made.packages_digest, digest, changes)
 
 
-def _parent(model_folder: str) -> Ancestry | Origin:
-    """What the weights in a model folder come from."""
-    path = Path(model_folder)
-    made = exported_from(path)
-    if made and made[1]:
-        return ancestry(*made)
-    if (record := path.parent / SFT_RECORD).exists():
-        return Origin("sft", model_folder, files.read_json(str(record)))
-    config = path / "config.json"
-    digest = files.digest_of(config.read_bytes()) if config.exists() else ""
-    return Origin("model", model_folder, {"config_digest": digest})
+def _parent(folder: RunFolder, record: RunRecord) -> Ancestry | Origin:
+    """All of what the weights that a run began with come from; of a run that was imported, the file of its samples."""
+    if imported := origin_of(record):
+        return Origin("import", imported.file, asdict(imported))
+    made = begun_with(folder, record)
+    return _behind(*made) if made and made[1] else origin(record.model["folder"])
+
+
+def _source(folder: RunFolder, record: RunRecord, version: int) -> Ancestry | Origin | None:
+    parent = parent_run(record)
+    return _behind(beside(folder, parent.run), parent.begin + version) if parent else None
+
+
+def _behind(folder: RunFolder, version: int) -> Ancestry | Origin:
+    """The ancestry in another run, or only its name when that run is gone."""
+    if files.exists(folder.record):
+        return ancestry(folder, version)
+    return Origin("run", folder.uri, {"run": folder.run_id, "version": version})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from milepost.storage import files, runs
+from milepost.storage import files, redaction, runs
 from milepost.storage.parameters import Parameters
 from milepost.storage.provenance import Provenance, provenance
 from milepost.storage.runs import RunFolder, RunRecord
@@ -73,8 +73,8 @@ def parameters_of(folder: RunFolder, number: int) -> Parameters:
 
 
 def changes(before: Parameters, after: Parameters) -> Changes:
-    """`section.field` of every value that differs, with both values."""
-    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    """`section.field` of every value that differs, with both values. Another secret, or place of one, is no change."""
+    old, new = (redaction.without_references(found.model_dump(mode="json")) for found in (before, after))
     return {
         f"{section}.{field}": [old[section][field], value]
         for section, fields in new.items()
@@ -109,5 +109,5 @@ def begin(
         found["steps"] = [before.steps, steps]
     attempt = Attempt(before.attempt + 1, steps, parameters, found, provenance(), evaluation, time.time())
     content = asdict(attempt) | {"parameters": parameters.model_dump(mode="json")}
-    files.publish_json(_uri(folder, attempt.number), {"schema_version": runs.SCHEMA_VERSION, **content})
+    files.publish_json(_uri(folder, attempt.number), {**runs.STAMP, **content})
     return attempt

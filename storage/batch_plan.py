@@ -85,7 +85,10 @@ def _require_equal(plan: BatchPlan) -> None:
 
 
 def batch_plan(parameters: Parameters) -> BatchPlan:
-    """The batch plan of a run, from its `data` and `algorithm` sections."""
+    """The batch plan of a run, from its `data` and `algorithm` sections; one that trains nothing needs only `data`."""
+    if parameters.engines.train == "none":
+        data = parameters.data
+        return solve(data.rollout_batch_size, data.n_samples_per_prompt, num_steps_per_rollout=1)
     return solve(
         rollout_batch_size=parameters.data.rollout_batch_size,
         n_samples_per_prompt=parameters.data.n_samples_per_prompt,

@@ -8,11 +8,12 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 
@@ -85,12 +86,39 @@ def _refusal(error: OSError) -> str:
     return str(response.get("Error", {}).get("Code", ""))
 
 
+@contextlib.contextmanager
+def writing(uri: str, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
+    """A file to write piece by piece: published when the block ends, as by `publish`, and not at all when it raises."""
+    if is_local(uri):
+        with _local_file(Path(filesystem(uri)[1]), overwrite) as file:
+            yield file
+        return
+    with tempfile.NamedTemporaryFile() as whole:
+        yield whole.file
+        whole.flush()
+        fs, path = filesystem(uri)
+        try:
+            fs.put_file(whole.name, path, mode="overwrite" if overwrite else "create")
+        except FileExistsError as error:
+            raise AlreadyPublished(uri) from error
+        except OSError as error:
+            if _refusal(error) == "PreconditionFailed":
+                raise AlreadyPublished(uri) from error
+            raise
+
+
 def _publish_local(path: Path, data: bytes, overwrite: bool) -> None:
+    with _local_file(path, overwrite) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _local_file(path: Path, overwrite: bool) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if overwrite:
@@ -133,6 +161,13 @@ def names(uri: str) -> list[str]:
         return []
     found = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
     return sorted(name for name in found if not name.startswith("."))
+
+
+def remove_temporary(uri: str) -> None:
+    """Remove what killed writers left in a folder, where nobody writes now; object stores have no such files."""
+    if is_local(uri):
+        for path in Path(filesystem(uri)[1]).glob(".*.tmp"):
+            path.unlink()
 
 
 def remove_folder(uri: str) -> None:

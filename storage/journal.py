@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from milepost.storage import files, lease
+from milepost.storage.parent import taken_from
 from milepost.storage.tables import TableRef, write_table
 
 
@@ -91,12 +92,15 @@ class StepStore:
         return files.join(self.uri, "journal", f"{slot}.json")
 
     def committed(self, slot: Slot, key: str) -> Commit | None:
-        """The stored result of `slot`, or None when the stage has yet to run."""
+        """The stored result of `slot`, or None when the stage has yet to run.
+
+        What was taken from another run answers whatever it is asked under: it was made of that run's inputs.
+        """
         uri = self._commit_uri(slot)
         if not files.exists(uri):
             return None
         commit = self._read(uri)
-        if commit.key != key:
+        if commit.key != key and taken_from(commit.record) is None:
             raise JournalConflict(
                 f"{slot} of step {self.step} in run {self.run_id!r} was committed under key {commit.key[:12]}, "
                 f"now its inputs or parameters give {key[:12]}: restore them or start a new run"
@@ -109,8 +113,8 @@ class StepStore:
 
     def stored(self, slot: Slot) -> Commit | None:
         """What `slot` committed, under whatever key."""
-        found = [commit for commit in self.commits() if commit.slot == str(slot)]
-        return found[0] if found else None
+        uri = self._commit_uri(slot)
+        return self._read(uri) if files.exists(uri) else None
 
     def write(self, name: str, table: pa.Table, schema: pa.Schema) -> TableRef:
         return write_table(files.join(self.uri, name), table, schema)

@@ -21,6 +21,8 @@ from milepost.storage.runs import RunFolder
 
 Clock = Callable[[], float]
 
+EXPIRY_SECONDS = 60.0
+
 _BEAT_SECONDS = 5.0
 _START_TOLERANCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
@@ -120,17 +122,36 @@ def _last_beat(run_uri: str, claim: Claim) -> float:
         return claim.claimed_at
 
 
-def _refuse_if_held(run_uri: str, fence: int, *, expiry_seconds: float, clock: Clock) -> None:
-    """LeaseHeld unless claim `fence` is released, its owner is gone, or its heartbeat is older than the expiry."""
+@dataclass(frozen=True)
+class Holder:
+    """Who has made the newest claim and not released it, and whether that process can still be working."""
+
+    owner: Owner
+    silent_seconds: float
+    works: bool
+
+
+def holder(run_uri: str, *, expiry_seconds: float = EXPIRY_SECONDS, clock: Clock = time.time) -> Holder | None:
+    """Who has a run: None when nobody ever had, or the last one gave it back."""
+    return _holder(run_uri, newest_fence(run_uri), expiry_seconds=expiry_seconds, clock=clock)
+
+
+def _holder(run_uri: str, fence: int, *, expiry_seconds: float, clock: Clock) -> Holder | None:
     if fence == 0 or is_released(run_uri, fence):
-        return
+        return None
     claim = read_claim(run_uri, fence)
     silent = clock() - _last_beat(run_uri, claim)
-    if silent > expiry_seconds or is_gone(claim.owner):
+    return Holder(claim.owner, silent, works=silent <= expiry_seconds and not is_gone(claim.owner))
+
+
+def _refuse_if_held(run_uri: str, fence: int, *, expiry_seconds: float, clock: Clock) -> None:
+    """LeaseHeld unless claim `fence` is released, its owner is gone, or its heartbeat is older than the expiry."""
+    found = _holder(run_uri, fence, expiry_seconds=expiry_seconds, clock=clock)
+    if found is None or not found.works:
         return
     raise LeaseHeld(
-        f"{claim.owner} works on {run_uri}, and was last heard of {silent:.0f} s ago: let it finish, end it, "
-        f"or wait until it has been silent for {expiry_seconds:.0f} s"
+        f"{found.owner} works on {run_uri}, and was last heard of {found.silent_seconds:.0f} s ago: let it finish, "
+        f"end it, or wait until it has been silent for {expiry_seconds:.0f} s"
     )
 
 
@@ -189,7 +210,7 @@ class Lease:
 
 
 @contextlib.contextmanager
-def hold(folder: RunFolder, *, expiry_seconds: float = 60, clock: Clock = time.time) -> Iterator[Lease]:
+def hold(folder: RunFolder, *, expiry_seconds: float = EXPIRY_SECONDS, clock: Clock = time.time) -> Iterator[Lease]:
     """Own `folder` inside the `with` block; LeaseHeld when another process does.
 
     The clocks of all hosts have to agree to well within `expiry_seconds`. A thread beats, so a blocked main thread

@@ -1,26 +1,28 @@
 """The index of runs in MLflow: what a record of storage/lineage_records.py becomes there.
 
 Sending is idempotent: what is created carries the record's `uid` as a tag and is found by it the next time. It goes
-through a client with explicit run ids, because MLflow's active run differs between threads. No other file knows MLflow.
+through a client with explicit run ids, because MLflow's active run differs between threads. Only this file and
+storage/lineage_entities.py know MLflow.
 """
 
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from milepost.storage import files
-from milepost.storage.lineage_names import DIGEST_CHARACTERS, PREFIX, aliases, flatten, legal_name, model_name, own_tags
+from milepost.storage import lineage_entities as entities
+from milepost.storage.lineage_names import PREFIX, aliases, flatten, legal_name, model_name, own_tags
 from milepost.storage.lineage_records import checkpoint_id, step_id
 from milepost.storage.outbox import DeliveryFailed, Record, RecordRefused
+from milepost.storage.redaction import masked_text
 
 UID = PREFIX + "uid"
 PARENT_MODEL = PREFIX + "parent_model_id"
-
-BATCH = 100  # the most tags or parameters in one request
+INPUTS = "inputs.json"
+REPORT = "report.html"
 
 
 def sqlite_uri(folder: str) -> str:
@@ -33,11 +35,6 @@ def artifact_location(tracking_uri: str) -> str | None:
     if not tracking_uri.startswith("sqlite:///"):
         return None
     return str(Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts")
-
-
-def _batches(items: list[Any]) -> Iterator[list[Any]]:
-    for start in range(0, len(items), BATCH):
-        yield items[start : start + BATCH]
 
 
 def _unreachable() -> tuple[type[Exception], ...]:
@@ -95,6 +92,8 @@ class Lineage:
             "step": self._send_step,
             "checkpoint": self._send_checkpoint,
             "end": self._send_end,
+            "report": self._send_report,
+            "evaluation": self._send_evaluation,
         }
         if record.get("kind") not in kinds:
             raise RecordRefused(f"unknown kind of record {record.get('kind')!r}; known: {sorted(kinds)}")
@@ -105,9 +104,11 @@ class Lineage:
             self._runs.clear()
             if self._client is not None and getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE":
                 raise RecordRefused(f"record {record['id']!r}: {_first_line(error)}") from error
-            raise DeliveryFailed(f"MLflow at {self.tracking_uri}: {_first_line(error)}") from error
+            raise DeliveryFailed(masked_text(f"MLflow at {self.tracking_uri}: {_first_line(error)}")) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise RecordRefused(f"record {record.get('id')!r} cannot be sent to MLflow: {error!r}") from error
+            raise RecordRefused(
+                masked_text(f"record {record.get('id')!r} cannot be sent to MLflow: {error!r}")
+            ) from error
 
     def _connect(self) -> None:
         if self._client is None:
@@ -124,8 +125,11 @@ class Lineage:
             tags[PREFIX + "parent_run"] = record["parent_run"]
         if "commit" in record["tags"]:
             tags["mlflow.source.git.commit"] = record["tags"]["commit"]
-        _log(self._client, run, tags=tags, params={legal_name(name): value for name, value in params.items()})
+        entities.log(self._client, run, tags=tags, params={legal_name(name): value for name, value in params.items()})
         self._client.log_dict(run, record["parameters"], "run.json")
+        if record.get("inputs"):
+            self._client.log_dict(run, record["inputs"], INPUTS)
+        self._log_tables(run, record.get("tables", {}))
 
     def _send_resume(self, record: Record) -> None:
         self._client.update_run(self._run(record, "run"), status="RUNNING")
@@ -136,7 +140,7 @@ class Lineage:
         now = dict(flatten({key: after for key, (_, after) in record["changes"].items()}))
         before = {f"before.{key}": json.dumps(value) for key, (value, _) in record["changes"].items()}
         tags = own_tags(record["tags"] | before) | aliases(now)
-        _log(self._client, run, tags=tags, params={legal_name(name): value for name, value in now.items()})
+        entities.log(self._client, run, tags=tags, params={legal_name(name): value for name, value in now.items()})
         self._client.set_terminated(run, "FINISHED", end_time=record["time_ms"])
         self._client.update_run(parent, status="RUNNING")
 
@@ -144,17 +148,20 @@ class Lineage:
         run, parent = self._run(record, record["id"], step=record["step"]), self._run(record, "run")
         metrics = record["metrics"] | {"nonfinite_metrics": float(len(record["nonfinite"]))}
         nonfinite = {f"nonfinite.{name}": value for name, value in record["nonfinite"].items()}
-        points = _points(metrics, record)
-        _log(self._client, run, tags=own_tags(record["tags"] | nonfinite) | aliases(metrics), metrics=points)
-        _log(self._client, parent, tags=aliases(metrics), metrics=points)
-        self._client.log_inputs(run, datasets=[_dataset(name, table) for name, table in record["tables"].items()])
+        points = entities.points(metrics, record)
+        entities.log(self._client, run, tags=own_tags(record["tags"] | nonfinite) | aliases(metrics), metrics=points)
+        entities.log(self._client, parent, tags=aliases(metrics), metrics=points)
+        self._log_tables(run, record["tables"])
         self._client.set_terminated(run, "FINISHED", end_time=record["time_ms"])
 
     def _send_checkpoint(self, record: Record) -> None:
         from mlflow.entities import LoggedModelInput, LoggedModelOutput
 
         run = self._run(record, step_id(record["step"]), step=record["step"])
-        parent = None if record["parent"] is None else self._model(_sibling(record, checkpoint_id(record["parent"])))
+        before = record.get("parent_uid", "")
+        if record["parent"] is not None:
+            before = _sibling(record, checkpoint_id(record["parent"]))
+        parent = self._model(before) if before else None
         model = self._model(record["uid"]) or self._create_model(record, run, parent)
         self._client.finalize_logged_model(model, "READY")
         if parent:
@@ -165,8 +172,40 @@ class Lineage:
     def _send_end(self, record: Record) -> None:
         run = self._run(record, "run")
         if record["reason"]:
-            _log(self._client, run, tags=own_tags({"reason": record["reason"]}))
+            entities.log(self._client, run, tags=own_tags({"reason": record["reason"]}))
         self._client.set_terminated(run, record["status"], end_time=record["time_ms"])
+
+    def _send_report(self, record: Record) -> None:
+        """The report as it is now: one that was written since is what is wanted."""
+        try:
+            page = files.read(record["uri"])
+        except FileNotFoundError:
+            raise RecordRefused(f"record {record['id']!r}: {record['uri']} is gone") from None
+        run = self._run(record, "run")
+        self._client.log_text(run, page.decode(), REPORT)
+        entities.log(self._client, run, tags={PREFIX + "report_sha256": files.digest_of(page)})
+
+    def _send_evaluation(self, record: Record) -> None:
+        """Scores on the evaluation's run and on the model that they are of, each with its data set."""
+        from mlflow.entities import LoggedModelInput
+
+        run, of = self._run(record, "run"), record["of"]
+        model = self._model(of["uid"])
+        if model is None and of["label"]:
+            named = {"run_id": of["run"] or of["label"], "version": of["step"], "tables": []}
+            model = self._create_model(of | named, run, None)
+            self._client.finalize_logged_model(model, "READY")
+        self._log_tables(run, {name: found["table"] for name, found in record["sets"].items()})
+        if model is not None:
+            self._client.log_inputs(run, models=[LoggedModelInput(model)])
+        for name, found in record["sets"].items():
+            points = entities.scores(found["metrics"], record, model, name, found["table"])
+            entities.log(self._client, run, tags=aliases(found["metrics"]), metrics=points)
+
+    def _log_tables(self, run: str, tables: Mapping[str, Any]) -> None:
+        found = [entities.dataset(name, table) for name, table in tables.items()]
+        if found:
+            self._client.log_inputs(run, datasets=found)
 
     def _run(self, record: Record, name: str, *, step: int | None = None) -> str:
         """The MLflow run for the record called `name` in the outbox of `record`; a step's is nested in the run's."""
@@ -196,6 +235,8 @@ class Lineage:
         """An external logged model: MLflow knows where the checkpoint is and holds none of it."""
         tags = {name: str(record[name]) for name in ("run_id", "version", "uri", "weights_version", "step")}
         tags |= {f"table.{number}": table["digest"] for number, table in enumerate(record["tables"])}
+        if record.get("parent_uid"):
+            tags["parent_uid"] = record["parent_uid"]
         external = {UID: record["uid"], "mlflow.model.isExternal": "true"} | ({PARENT_MODEL: parent} if parent else {})
         model = self._client.create_logged_model(
             self._experiment_id,
@@ -203,61 +244,10 @@ class Lineage:
             source_run_id=run,
             tags=own_tags(tags) | external,
         )
-        _write_model_file(self._client, model)
+        entities.write_model_file(self._client, model)
         return str(model.model_id)
-
-
-def _log(
-    client: Any,
-    run: str,
-    *,
-    tags: Mapping[str, str],
-    params: Mapping[str, str] | None = None,
-    metrics: Sequence[Any] = (),
-) -> None:
-    """Tags, parameters and points, in requests that MLflow takes."""
-    from mlflow.entities import Param, RunTag
-
-    for tag_batch in _batches([RunTag(name, value) for name, value in tags.items()]):
-        client.log_batch(run, tags=tag_batch)
-    for param_batch in _batches([Param(name, value) for name, value in (params or {}).items()]):
-        client.log_batch(run, params=param_batch)
-    for metric_batch in _batches(list(metrics)):
-        client.log_batch(run, metrics=metric_batch)
-
-
-def _points(metrics: Mapping[str, float], record: Record) -> list[Any]:
-    """One point of a curve for each metric, at the time of the record so that a second delivery adds none."""
-    from mlflow.entities import Metric
-
-    return [Metric(legal_name(name), value, record["time_ms"], record["step"]) for name, value in metrics.items()]
 
 
 def _sibling(record: Record, name: str) -> str:
     """The uid of the record called `name` in the outbox that `record` came through."""
     return f"{record['uid'].rpartition('/')[0]}/{name}"
-
-
-def _dataset(name: str, table: Mapping[str, Any]) -> Any:
-    """A table as MLflow knows data: name, place and digest, cut short there and whole in source and tag."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    source = {"uri": table["uri"], "sha256": table["digest"]}
-    dataset = Dataset(
-        name=name,
-        digest=table["digest"][:DIGEST_CHARACTERS],
-        source_type="local" if files.is_local(table["uri"]) else table["uri"].partition(":")[0],
-        source=json.dumps(source),
-        profile=json.dumps({"rows": table["rows"], "schema": table["schema"]}),
-    )
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", name), InputTag(PREFIX + "sha256", table["digest"])])
-
-
-def _write_model_file(client: Any, model: Any) -> None:
-    """The `MLmodel` file without which MLflow refuses to register an external model."""
-    from mlflow.models.model import MLMODEL_FILE_NAME
-    from mlflow.models.utils import get_external_mlflow_model_spec
-
-    with tempfile.TemporaryDirectory() as folder:
-        get_external_mlflow_model_spec(model).save(str(Path(folder) / MLMODEL_FILE_NAME))
-        client.log_model_artifacts(model.model_id, folder)

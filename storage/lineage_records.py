@@ -28,9 +28,29 @@ def checkpoint_id(version: int) -> str:
     return f"checkpoint-{version:06d}"
 
 
-def run_record(run_id: str, *, parameters: Mapping[str, Any], tags: Tags, parent_run: str = "") -> Record:
-    """A run begins: `parameters` as in `run.json`, `tags` such as its commit, `parent_run` the run it continues."""
-    return _record("run", "run", run_id, parameters=dict(parameters), tags=_texts(tags), parent_run=parent_run)
+def run_record(
+    run_id: str,
+    *,
+    parameters: Mapping[str, Any],
+    tags: Tags,
+    parent_run: str = "",
+    tables: Mapping[str, TableRef] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Record:
+    """A run begins: `parameters` as in `run.json`, `tags` such as its commit, `parent_run` the run it continues.
+
+    `tables` are the prompts that it stored, by name, and `inputs` all that it began with, which is kept as a file.
+    """
+    return _record(
+        "run",
+        "run",
+        run_id,
+        parameters=dict(parameters),
+        tags=_texts(tags),
+        parent_run=parent_run,
+        tables={name: asdict(ref) for name, ref in (tables or {}).items()},
+        inputs=dict(inputs or {}),
+    )
 
 
 def resume_record(run_id: str) -> Record:
@@ -69,11 +89,13 @@ def checkpoint_record(
     weights_version: str,
     step: int,
     parent: int | None = None,
+    parent_uid: str = "",
     tables: Sequence[TableRef] = (),
 ) -> Record:
     """A checkpoint exists: trainer state after `version` trained steps, made by `step` from `tables`.
 
-    `parent` is the version of the checkpoint before it in this run.
+    `parent` is the version of the checkpoint before it in this run. A first one may come from a checkpoint of another
+    run: `parent_uid` is the uid of its record.
     """
     return _record(
         "checkpoint",
@@ -84,13 +106,39 @@ def checkpoint_record(
         weights_version=weights_version,
         step=step,
         parent=parent,
+        parent_uid=parent_uid,
         tables=[asdict(ref) for ref in tables],
     )
+
+
+def evaluation_record(
+    run_id: str,
+    version: str,
+    *,
+    uid: str,
+    sets: Mapping[str, tuple[TableRef, Mapping[str, float]]],
+    label: str = "",
+    run: str = "",
+    uri: str = "",
+) -> Record:
+    """Weights of `version` were scored on `sets`, each with its prompts.
+
+    `uid` is that of the record of their checkpoint. Weights without one are told by a `label`, and `run` and `uri`.
+    """
+    step = int(version.partition("-")[0])
+    of = {"uid": uid, "label": label, "run": run, "uri": uri, "weights_version": version, "step": step}
+    found = {name: {"table": asdict(table), "metrics": dict(metrics)} for name, (table, metrics) in sets.items()}
+    return _record("evaluation", f"evaluation-{step:06d}", run_id, of=of, sets=found)
 
 
 def end_record(run_id: str, status: Status, *, reason: str = "") -> Record:
     """A run ends, for now: it may be resumed and end again."""
     return _record("end", f"end-{time.time_ns()}", run_id, status=status, reason=reason)
+
+
+def report_record(run_id: str, uri: str) -> Record:
+    """A report of the run was written to `uri`."""
+    return _record("report", f"report-{time.time_ns()}", run_id, uri=uri)
 
 
 def _texts(tags: Tags) -> dict[str, str]:

@@ -19,6 +19,7 @@ Record = dict[str, Any]
 Send = Callable[[Record], None]
 
 RETRY_SECONDS = 5.0
+IDENTITY = "outbox.json"
 
 _FILE = re.compile(r"(\d{8})-([A-Za-z0-9._-]+)\.json")
 
@@ -41,6 +42,12 @@ class Delivery:
     error: str = ""
 
 
+def uid_of(uri: str) -> str:
+    """The uid of the outbox at `uri`; empty when nothing was ever put into it."""
+    identity = files.join(uri, IDENTITY)
+    return str(files.read_json(identity)["uid"]) if files.exists(identity) else ""
+
+
 class Outbox:
     """The folder of records at `uri`, on any filesystem; one process appends to it."""
 
@@ -54,10 +61,10 @@ class Outbox:
     def uid(self) -> str:
         """32 hexadecimal digits that no other outbox has, a later one at the same path included."""
         if not self._uid:
-            identity = files.join(self.uri, "outbox.json")
+            identity = files.join(self.uri, IDENTITY)
             with contextlib.suppress(files.AlreadyPublished):
                 files.publish_json(identity, {"uid": uuid.uuid4().hex})
-            self._uid = str(files.read_json(identity)["uid"])
+            self._uid = uid_of(self.uri)
         return self._uid
 
     def append(self, record: Record) -> bool:
@@ -79,10 +86,18 @@ class Outbox:
         """File names of all records, oldest first."""
         return [name for name in files.names(self.uri) if _FILE.fullmatch(name)]
 
+    def ids(self) -> set[str]:
+        """The ids of all records, whether they were delivered or not."""
+        return {_parts(name)[0] for name in self.records()}
+
     def waiting(self, target: str) -> list[str]:
         """File names of the records that `target` has not taken, oldest first."""
         delivered = set(files.names(self._markers(target)))
         return [name for name in self.records() if name not in delivered]
+
+    def has_reached(self, target: str) -> bool:
+        """Whether `target` ever took a record."""
+        return bool(files.names(self._markers(target)))
 
     def read(self, name: str) -> Record:
         """One record; RecordRefused when its file is damaged."""

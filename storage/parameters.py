@@ -1,12 +1,24 @@
 """Every parameter of a run: one frozen section per concern, in the order of the DAG.
 
-The docstring under a field is its help text in the Prefect form. Sections are stored in `run.json`, so nothing secret
-belongs in them.
+The docstring under a field is its help text in the Prefect form. Whatever becomes JSON is stored or shown, so secrets
+are masked in it: `model_dump(mode="json")` for that, the fields themselves or a plain `model_dump()` to work with.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+
+from milepost.storage import redaction
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -15,6 +27,10 @@ class Section(BaseModel):
     """A group of parameters: immutable, and strict about names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_secrets(self, dump: SerializerFunctionWrapHandler) -> Any:
+        return redaction.masked(dump(self))
 
 
 class ModelSection(Section):
@@ -39,6 +55,8 @@ class DataSection(Section):
 
     path: str = ""
     """JSONL or Parquet prompt set; `path@[a:b]` takes a slice of its rows."""
+    rollouts: str = ""
+    """Name of a run beside this one to train on: its stored samples and scores are taken step by step, none is made."""
     input_key: str = "prompt"
     """Column with the prompt: a string or a list of messages."""
     label_key: str = "label"
@@ -88,7 +106,7 @@ class RewardSection(Section):
     name: str = "math"
     """Reward: a built-in, an entry point, or `pkg.mod:fn`."""
     options: dict[str, str | float | int | bool] = {}
-    """Keyword arguments for the reward."""
+    """Keyword arguments for the reward. A secret is best given as `env:NAME`, a variable of the environment."""
     timeout_seconds: PositiveFloat = 10.0
     """Time limit for one sample; past it the reward is null with reason `timeout`."""
     workers: PositiveInt = 1
@@ -197,6 +215,35 @@ class CheckpointSection(Section):
     """Keep also the checkpoints of every so many steps; 0 keeps none of them."""
 
 
+class EvalSet(Section):
+    """One data set of an evaluation, with sampling and reward of its own."""
+
+    path: str
+    """Prompt set; `path@[a:b]` takes a slice of its rows."""
+    name: str = ""
+    """What it is called in tables and metrics; the name of its file when empty."""
+    n_samples_per_prompt: PositiveInt = 1
+    """Samples of each prompt."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature, 0 for the likeliest token always; when empty 0 with one sample a prompt and 1 with more."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: smallest set of tokens with this probability."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 for all."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response in tokens; the rollout's when empty."""
+    stop: list[str] = []
+    """Strings that end a response; the rollout's when empty."""
+    reward: str = ""
+    """Reward: a built-in, an entry point, or `pkg.mod:fn`; that of the reward section when empty."""
+    reward_options: dict[str, str | float | int | bool] = {}
+    """Keyword arguments for the reward that is named here."""
+    k: list[PositiveInt] = []
+    """For pass@k, each at most the samples of a prompt; powers of two when empty."""
+    threshold: float = 1.0
+    """Score from which a sample counts as right, for pass@k and the majority vote."""
+
+
 class EvalSection(Section):
     """Held-out evaluation during training."""
 
@@ -206,15 +253,25 @@ class EvalSection(Section):
     """Evaluate every so many steps, before the first and after the last; 0 for never."""
     max_new_tokens: PositiveInt | None = None
     """Longest response in tokens; the rollout's when empty."""
+    n_samples_per_prompt: PositiveInt = 1
+    """Samples of each prompt of `path`."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature, 0 for the likeliest token always; when empty 0 with one sample a prompt and 1 with more."""
+    k: list[PositiveInt] = []
+    """For pass@k, each at most the samples of a prompt; powers of two when empty."""
+    threshold: float = 1.0
+    """Score from which a sample counts as right, for pass@k and the majority vote."""
+    sets: list[EvalSet] = []
+    """Further data sets, each with sampling and reward of its own."""
 
 
 class EnginesSection(Section):
     """Which processes hold the models."""
 
-    train: Literal["megatron", "fake"] = "megatron"
-    """Train engine."""
-    rollout: Literal["embedded", "sglang", "fake"] = "embedded"
-    """Rollout engine: `embedded` serves transformers on a CPU, `sglang` starts or attaches to SGLang servers."""
+    train: Literal["megatron", "fake", "none"] = "megatron"
+    """Train engine; `none` generates, scores and filters with the model as it is, and trains nothing."""
+    rollout: Literal["embedded", "sglang", "fake", "none"] = "embedded"
+    """Rollout engine: `embedded` serves transformers on a CPU, `sglang` starts or attaches to servers; or `none`."""
     sglang: dict[str, str | int | float | bool] = {}
     """Flags of the SGLang server by name, such as `attention_backend`."""
     sglang_python: str = ""
@@ -237,17 +294,23 @@ class EnginesSection(Section):
     """Deadline of each stage of a step; empty for a multiple of the longest it took in the last ten steps."""
     stage_timeout_factor: Annotated[float, Field(gt=1)] = 10.0
     """The multiple; a deadline that is worked out is never under half an hour."""
+    pool: str = "milepost-engines"
+    """Concurrency limit in Prefect that runs take slots of and wait for; one that is not there limits none."""
 
 
 class TrackingSection(Section):
     """Where lineage is indexed."""
 
     mlflow_uri: str = ""
-    """MLflow tracking URI; empty for the running server, else `mlflow.db` beside the runs."""
+    """MLflow tracking URI, or `env:NAME`; empty for the running server, else `mlflow.db` beside the runs."""
     experiment: str = "milepost"
     """MLflow experiment."""
     enabled: bool = True
     """Record runs in MLflow."""
+
+
+READ_ONCE = ("model.path", "data.path", "eval.path")
+"""What is read when a run begins, and stored."""
 
 
 class Parameters(Section):
@@ -266,3 +329,15 @@ class Parameters(Section):
     eval: EvalSection = EvalSection()
     engines: EnginesSection = EnginesSection()
     tracking: TrackingSection = TrackingSection()
+
+    def resolved(self, *, going_on: bool = False) -> Self:
+        """With the values that references `env:NAME` stand for; see `redaction.resolved`.
+
+        A run that goes on reads nothing of `READ_ONCE` any more, and needs no secrets for it.
+        """
+        unread = READ_ONCE if going_on else ()
+        return self.model_validate(redaction.resolved(self.model_dump(), unread=unread))
+
+    def literal_secrets(self) -> list[str]:
+        """The fields, as `section.field`, whose secret is stored as a mask only."""
+        return redaction.literals(self.model_dump())

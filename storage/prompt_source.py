@@ -111,10 +111,10 @@ def _jsonl_rows(uri: str, data: bytes, wanted: slice) -> Iterator[RawRow | BadLi
     lines = data.removeprefix(_BOM).split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if not line.isspace() and line]
     rows = _select(uri, len(numbered), wanted)
-    return (_parse_line(row, *numbered[row]) for row in rows)
+    return (parse_line(row, *numbered[row]) for row in rows)
 
 
-def _parse_line(row: int, line: int, data: bytes) -> RawRow | BadLine:
+def parse_line(row: int, line: int, data: bytes) -> RawRow | BadLine:
     try:
         value = parse_json(data.decode(errors="surrogatepass"))
     except UnicodeDecodeError as error:

@@ -14,9 +14,10 @@ import pyarrow as pa
 from milepost.storage import files
 from milepost.storage.parameters import DataSection
 from milepost.storage.prompt_source import EXTENSIONS, BadLine, RawRow, parse_json, parse_path, read_rows
+from milepost.storage.redaction import masked_text
 from milepost.storage.registry import nearest
 from milepost.storage.schema import PROMPTS
-from milepost.storage.text import is_unicode, to_json
+from milepost.storage.text import encodable, to_json
 
 Messages = list[dict[str, Any]]
 
@@ -114,9 +115,15 @@ def load_prompts(
     return _prompt_set(uri, found, context_length=context_length, bad_lines=len(bad))
 
 
+def stored_prompts(table: pa.Table, *, too_long: int, bad_lines: int) -> PromptSet:
+    """The set that a run has stored, with the counts of what it set aside."""
+    rows = table.select(list(Prompt.__dataclass_fields__)).to_pylist()
+    return _counted(tuple(Prompt(**row) for row in rows), too_long=too_long, bad_lines=bad_lines)
+
+
 def dataset_name(uri: str) -> str:
     """The base name of a prompt file, without its extension."""
-    name = uri.rstrip("/").rsplit("/", 1)[-1]
+    name = masked_text(uri).rstrip("/").rsplit("/", 1)[-1]
     for extension in sorted(EXTENSIONS, key=len, reverse=True):
         name = name.removesuffix(extension)
     return name
@@ -193,7 +200,7 @@ def _checked_metadata(metadata: Any, key: str) -> dict[str, Any]:
 def _tokens(prompt: str | Messages, tokenizer: Tokenizer, *, template: bool) -> list[int]:
     if not template and not isinstance(prompt, str):
         raise _Unusable("the prompt is a list of messages: set data.apply_chat_template, or give a string")
-    text = _unicode(prompt)
+    text = encodable(prompt)
     try:
         ids = tokenizer.render(text) if template else tokenizer.encode(text)
     except ValueError as error:
@@ -201,17 +208,6 @@ def _tokens(prompt: str | Messages, tokenizer: Tokenizer, *, template: bool) -> 
     if not ids:
         raise _Unusable("the prompt has no tokens")
     return ids
-
-
-def _unicode(value: Any) -> Any:
-    """`value` with U+FFFD for the lone surrogates in its strings: no tokenizer has tokens for them."""
-    if isinstance(value, str):
-        return value if is_unicode(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_unicode(item) for item in value]
-    if isinstance(value, dict):
-        return {_unicode(key): _unicode(item) for key, item in value.items()}
-    return value
 
 
 def _prompt_set(uri: str, found: list[Prompt], *, context_length: int, bad_lines: int) -> PromptSet:
@@ -222,9 +218,13 @@ def _prompt_set(uri: str, found: list[Prompt], *, context_length: int, bad_lines
             f"{uri}: all {len(found)} prompts are too long, the shortest has {shortest} tokens and the context "
             f"{context_length}: raise model.context_length above {shortest}"
         )
-    ids = [prompt.prompt_id for prompt in fitting]
+    return _counted(fitting, too_long=len(found) - len(fitting), bad_lines=bad_lines)
+
+
+def _counted(prompts: tuple[Prompt, ...], *, too_long: int, bad_lines: int) -> PromptSet:
+    ids = [prompt.prompt_id for prompt in prompts]
     digest = files.digest_of("\n".join(ids).encode())
-    return PromptSet(fitting, digest, len(found) - len(fitting), bad_lines, len(ids) - len(set(ids)))
+    return PromptSet(prompts, digest, too_long, bad_lines, len(ids) - len(set(ids)))
 
 
 def _quarantined(uri: str, bad: Sequence[BadLine]) -> bytes:

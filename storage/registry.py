@@ -2,16 +2,24 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
+
+SHOWN = 5
 
 
 def nearest(name: str, known: list[str]) -> str:
     """`, did you mean 'x'?` for the closest known name, or nothing."""
     found = get_close_matches(name, known, n=1, cutoff=0.5)
     return f", did you mean {found[0]!r}?" if found else ""
+
+
+def some_of(known: Sequence[str]) -> str:
+    """A few of the known names, and how many more there are."""
+    shown = ", ".join(known[:SHOWN])
+    return shown if len(known) <= SHOWN else f"{shown} and {len(known) - SHOWN} more"
 
 
 def resolve(name: str, builtins: Mapping[str, Any], *, group: str) -> Any:

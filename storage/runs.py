@@ -7,12 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from milepost.storage import files
+from milepost.storage import files, redaction
 from milepost.storage.parameters import Parameters
 from milepost.storage.provenance import Provenance
+from milepost.storage.registry import nearest, some_of
 
-SCHEMA_VERSION = 2
-"""Of everything a run holds as JSON, written into `run.json` and into every attempt; what has none is of version 1."""
+RELEASES = {1: "0.1.0", 2: "0.1.0", 3: "0.1.0"}
+"""Versions of everything a run holds as JSON, with the first release that reads each. What names none is of version 1;
+2 counts attempts, 3 names the schema version of every table."""
+
+SCHEMA_VERSION = max(RELEASES)
+
+STAMP = {"schema_version": SCHEMA_VERSION, "reader": RELEASES[SCHEMA_VERSION]}
+"""Written into `run.json` and into every attempt: an older milepost tells what to install."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _R = TypeVar("_R")
@@ -72,6 +79,11 @@ class RunFolder:
         return files.join(self.uri, "prompts", name)
 
     @property
+    def logs(self) -> str:
+        """Where the processes of the run write what they log; see `storage.process_logs`."""
+        return files.join(self.workspace, "logs")
+
+    @property
     def report(self) -> str:
         return files.join(self.uri, "report.html")
 
@@ -85,7 +97,18 @@ def check_name(run: str) -> str:
     return run
 
 
+def check_root(root: str) -> str:
+    """`root` itself; ValueError when it would bring what it logs in with into every stored reference."""
+    if (shown := redaction.masked_text(root)) != root:
+        raise ValueError(
+            f"root {shown!r} holds credentials, which would be stored with every table: give them in the environment "
+            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or FSSPEC_*), and the root without"
+        )
+    return root
+
+
 def run_folder(root: str, run: str) -> RunFolder:
+    check_root(root)
     return RunFolder(files.join(root, check_name(run)), run)
 
 
@@ -129,7 +152,7 @@ def create(folder: RunFolder, record: RunRecord) -> None:
     """Publish `run.json`; RunExists when the name is taken, so that no run ever overwrites another."""
     content = asdict(record) | {"parameters": record.parameters.model_dump(mode="json")}
     try:
-        files.publish_json(folder.record, {"schema_version": SCHEMA_VERSION, **content})
+        files.publish_json(folder.record, {**STAMP, **content})
     except files.AlreadyPublished:
         raise _taken(folder) from None
 
@@ -137,13 +160,28 @@ def create(folder: RunFolder, record: RunRecord) -> None:
 def load(folder: RunFolder) -> RunRecord:
     """The record of an existing run; LookupError when there is none, ValueError when it is of another run."""
     if not files.exists(folder.record):
-        raise LookupError(f"no run {folder.run_id!r}: {folder.record} does not exist")
+        raise LookupError(f"no run {folder.run_id!r}: {folder.record} does not exist{_instead(folder)}")
     record = read_record(folder.record, RunRecord)
     if record.run_id != folder.run_id:
         raise ValueError(
             f"{folder.record} is of run {record.run_id!r}, not {folder.run_id!r}: give the folder its own name back"
         )
     return replace(record, data={name: in_run(folder, value) for name, value in record.data.items()})
+
+
+def run_folders(root: str) -> list[RunFolder]:
+    """Every run in a root, by name."""
+    found = (RunFolder(files.join(root, name), name) for name in files.names(root))
+    return [folder for folder in found if files.exists(folder.record)]
+
+
+def _instead(folder: RunFolder) -> str:
+    """Which run may have been meant by the name of one that is not there."""
+    root = folder.uri.rpartition("/")[0]
+    known = [found.run_id for found in run_folders(root)]
+    if not known:
+        return f"; there is no run in {root!r}: name their folder with --root"
+    return nearest(folder.run_id, known) or f"; {root!r} has {some_of(known)}"
 
 
 def in_run(folder: RunFolder, stored: Any) -> Any:
@@ -156,13 +194,12 @@ def read_record(uri: str, kind: Callable[..., _R]) -> _R:
     """A `kind` with parameters and provenance; ValueError when a newer milepost wrote it, or it is damaged."""
     content = files.read_json(uri)
     try:
-        version = content.pop("schema_version", 1)
+        version, release = content.pop("schema_version", 1), content.pop("reader", "")
         if version <= SCHEMA_VERSION:
             content["parameters"] = Parameters.model_validate(content.get("parameters"))
             content["provenance"] = Provenance(**content.get("provenance"))
             return kind(**content)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{uri} is not as it was written ({error}): restore it from a copy") from error
-    raise ValueError(
-        f"{uri} has schema version {version}, this milepost knows versions up to {SCHEMA_VERSION}: update milepost"
-    )
+    fix = f"pip install 'milepost>={release}'" if release else "install a newer milepost"
+    raise ValueError(f"{uri} has schema version {version}, this milepost knows versions up to {SCHEMA_VERSION}: {fix}")

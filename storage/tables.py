@@ -1,15 +1,19 @@
 """Parquet tables with a digest: what tasks hand each other is a `TableRef`, never data."""
 
 import io
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from milepost.storage import files
-from milepost.storage.schema import SCHEMAS, check, migrate, schema_name
+from milepost.storage import files, purges
+from milepost.storage.schema import CATALOG, SCHEMAS, check, migrate, schema_name
+from milepost.storage.schema_versions import Catalog, NewerTable, version_of
 
 ROW_GROUP_SIZE = 256
+CHECKS_AT_ONCE = 8
 _SPLIT_TYPES = (pa.int32(), pa.float32())
 
 
@@ -19,12 +23,16 @@ class DamagedTable(ValueError):
 
 @dataclass(frozen=True)
 class TableRef:
-    """Where a table is, how many rows it has, and the SHA-256 of its file."""
+    """Where a table is, how many rows it has, the SHA-256 of its file, and its schema with the version of it.
+
+    What was stored before there were versions here is of version 1.
+    """
 
     uri: str
     rows: int
     digest: str
     schema: str
+    version: int = 1
 
 
 def _split_columns(schema: pa.Schema) -> list[str]:
@@ -54,21 +62,26 @@ def encode(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def write_table(uri: str, table: pa.Table, schema: pa.Schema) -> TableRef:
+def write_table(uri: str, table: pa.Table, schema: pa.Schema, catalog: Catalog = CATALOG) -> TableRef:
     """Publish `table` as `<uri>-<digest>.parquet`. Writing the same table twice is the same file."""
     data = encode(check(table, schema))
     digest = files.digest_of(data)
-    ref = TableRef(f"{uri}-{digest[:12]}.parquet", table.num_rows, digest, schema_name(schema))
+    place = f"{uri}-{digest[:12]}.parquet"
+    ref = TableRef(place, table.num_rows, digest, schema_name(schema), version_of(schema))
     try:
         files.publish(ref.uri, data)
     except files.AlreadyPublished:
-        read_table(ref)
+        read_table(ref, catalog)
     return ref
 
 
-def read_table(ref: TableRef) -> pa.Table:
+def read_table(ref: TableRef, catalog: Catalog = CATALOG) -> pa.Table:
     """The table behind `ref`, in the newest schema version; raises DamagedTable unless every byte is as written."""
-    return read_bytes(require(ref))
+    data = require(ref)
+    try:
+        return read_bytes(data, catalog)
+    except NewerTable as error:
+        raise ValueError(f"{ref.uri} cannot be read: {error}") from None
 
 
 def require(ref: TableRef) -> bytes:
@@ -79,13 +92,20 @@ def require(ref: TableRef) -> bytes:
         message = f"{ref.uri} is missing, {ref.rows} rows were stored in it: restore it from a copy"
         raise FileNotFoundError(message) from None
     found = files.digest_of(data)
-    if found != ref.digest:
+    if found != ref.digest and not purges.explains(ref.uri, ref.digest, found):
         raise DamagedTable(f"{ref.uri} has digest {found[:12]}, {ref.digest[:12]} was written: restore it from a copy")
     return data
 
 
-def read_bytes(data: bytes) -> pa.Table:
-    return migrate(pq.read_table(io.BytesIO(data), page_checksum_verification=True))
+def require_all(refs: Iterable[TableRef]) -> None:
+    """`require` for each of many tables, side by side: hashing leaves the interpreter free."""
+    with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+        for _ in pool.map(lambda ref: len(require(ref)), refs):
+            pass
+
+
+def read_bytes(data: bytes, catalog: Catalog = CATALOG) -> pa.Table:
+    return migrate(pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True).read(), catalog)
 
 
 def concat(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:

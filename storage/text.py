@@ -13,6 +13,17 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def encodable(value: Any) -> Any:
+    """`value` with U+FFFD for the lone surrogates in its strings: no tokenizer has tokens for them."""
+    if isinstance(value, str):
+        return value if is_unicode(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {encodable(key): encodable(item) for key, item in value.items()}
+    return value
+
+
 def escape(text: str) -> tuple[str, bool]:
     """The text as an Arrow string can hold it, and whether it had to be escaped (JSON string escapes)."""
     if is_unicode(text):

@@ -4,14 +4,15 @@ This answers a request to take something down: what has to be looked at, in whic
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from milepost.storage import checkpoints, files, manifest, runs
-from milepost.storage.ancestry import exported_from, tables_of
+from milepost.storage import checkpoints, manifest, purges, runs
+from milepost.storage.ancestry import columns, sample_tables, tables_of
+from milepost.storage.begun import begun_with
+from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 
 Kind = Literal["prompt", "sample"]
@@ -32,12 +33,8 @@ class Touch:
     checkpoints: list[str]
     inherited: bool = False
     parent: str = ""
-
-
-def run_folders(root: str) -> list[RunFolder]:
-    """Every run in a root, by name."""
-    found = (RunFolder(files.join(root, name), name) for name in files.names(root))
-    return [folder for folder in found if files.exists(folder.record)]
+    purged: str = ""
+    """The day on which what it says was taken out of the run, if it was."""
 
 
 def touches(root: str, kind: Kind, name: str) -> list[Touch]:
@@ -45,45 +42,68 @@ def touches(root: str, kind: Kind, name: str) -> list[Touch]:
 
     LookupError when no run had it.
     """
-    folders = run_folders(root)
+    folders = runs.run_folders(root)
     found = {folder.run_id: touch for folder in folders if (touch := _touch(folder, kind, name))}
     if not found:
-        raise LookupError(f"no run in {root!r} has a {kind} {name!r}: give the id as the tables have it")
+        raise LookupError(f"no run in {root!r} has a {kind} {name!r}{_instead(folders, kind, name)}")
     for folder in _after_their_parents(folders):
         inherited = _inherited(folder, found)
-        if inherited and folder.run_id not in found:
-            found[folder.run_id] = inherited
+        if inherited:
+            had = found.get(folder.run_id, inherited)
+            found[folder.run_id] = replace(
+                had, checkpoints=inherited.checkpoints, inherited=True, parent=inherited.parent
+            )
     return list(found.values())
+
+
+def _instead(folders: list[RunFolder], kind: Kind, name: str) -> str:
+    """Which id may have been meant by one that no run has: one that begins so, or of the same step, or of all."""
+    column = f"{kind}_id"
+    known = {
+        str(found)
+        for folder in folders
+        for step in manifest.finished_steps(folder)
+        for ref in sample_tables(manifest.load(folder, step))
+        for found in pc.unique(columns(ref, [column])[column]).to_pylist()
+    }
+    begun = sorted(found for found in known if found.startswith(name))
+    if begun:
+        return f", did you mean {begun[0]!r}?"
+    same_step = [found for found in known if found.startswith(name.partition("-")[0])]
+    return nearest(name, sorted(same_step or known)) or ": give the id as the tables have it"
 
 
 def _touch(folder: RunFolder, kind: Kind, name: str) -> Touch | None:
     served: list[int] = []
     trained: list[int] = []
-    samples: dict[str, None] = {}
+    samples: dict[str, str] = {}
     for step in manifest.finished_steps(folder):
         closed = manifest.load(folder, step)
-        had = [sample for ref in tables_of(closed, "filter") for sample in _samples(ref, kind, name)]
+        had = dict(pair for ref in sample_tables(closed) for pair in _samples(ref, kind, name))
         if had:
             served.append(step)
-            samples |= dict.fromkeys(had)
+            samples |= had
         if had and any(_samples(ref, kind, name) for ref in tables_of(closed, "optimize")):
             trained.append(step)
     if not served:
         return None
     after = [number for number in checkpoints.numbers(folder) if trained and number > trained[0]]
-    return Touch(folder.run_id, served, trained, list(samples), [folder.checkpoint(number) for number in after])
+    days = purges.purged_prompts(folder.uri)
+    purged = min((days.get(prompt, "") for prompt in samples.values()), default="")
+    saved = [folder.checkpoint(number) for number in after]
+    return Touch(folder.run_id, served, trained, list(samples), saved, purged=purged)
 
 
-def _samples(ref: dict[str, Any], kind: Kind, name: str) -> list[str]:
-    fs, path = files.filesystem(ref["uri"])
-    found = pq.read_table(path, columns=["sample_id"], filters=[(f"{kind}_id", "=", name)], filesystem=fs)
-    samples: list[str] = found["sample_id"].to_pylist()
-    return samples
+def _samples(ref: dict[str, Any], kind: Kind, name: str) -> list[tuple[str, str]]:
+    """The samples that are meant, each with its prompt."""
+    table = columns(ref, ["prompt_id", "sample_id"])
+    found = table.filter(pc.equal(table[f"{kind}_id"], name))
+    return list(zip(found["sample_id"].to_pylist(), found["prompt_id"].to_pylist(), strict=True))
 
 
 def parent_of(folder: RunFolder) -> tuple[str, int] | None:
-    """The run and version whose exported weights a run began with, if they were a run's."""
-    made = exported_from(Path(runs.load(folder).model["folder"]))
+    """The run and version whose weights a run began with, if they were a run's."""
+    made = begun_with(folder, runs.load(folder))
     return (made[0].run_id, made[1]) if made else None
 
 

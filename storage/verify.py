@@ -7,12 +7,17 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.storage import attempts, checkpoints, files, retention, runs
+from milepost.storage import attempts, checkpoints, files, purges, retention, runs
 from milepost.storage.batch_plan import batch_plan
+from milepost.storage.evaluated import evaluated
+from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
+from milepost.storage.parent import course_of, parent_run
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef
+from milepost.storage.verify_evaluation import check_evaluation
 from milepost.storage.verify_prompts import check_epochs
+from milepost.storage.verify_purges import check_purges
 from milepost.storage.verify_step import RunFacts, Settings, StepFindings, check_step
 from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, base_name, load_json, load_table
 
@@ -48,6 +53,10 @@ def verify(folder: RunFolder, *, workers: int | None = None, advance: Advance | 
     if result.faults:
         result.notes.append("the steps were not checked: what they are checked against is damaged")
         return result
+    of = evaluated(record)
+    if of is not None:
+        _add_evaluation(result, check_evaluation(folder, record, of))
+        return result
     facts = _facts(folder, record)
     steps = stored_steps(folder)
     found = []
@@ -56,7 +65,14 @@ def verify(folder: RunFolder, *, workers: int | None = None, advance: Advance | 
         if advance is not None:
             advance(len(chunk))
     _add_steps(result, facts, sorted(found, key=lambda item: item.step))
+    wanted = attempts.current(folder).steps
+    if facts.course.taken and result.steps < wanted:
+        result.notes.append(f"{result.steps} of {wanted} steps are made: `milepost resume {folder.run_id}` goes on")
     _check_evals(folder, result)
+    faults, notes = check_purges(folder)
+    result.faults += faults
+    result.notes += notes
+    _check_begin(folder, record, result)
     _check_checkpoints(folder, [item.step for item in found if item.finished], result)
     return result
 
@@ -95,7 +111,15 @@ def _facts(folder: RunFolder, record: RunRecord) -> RunFacts:
     every = [record.parameters, *(attempt.parameters for attempt in resumed)]
     settings = tuple(dict.fromkeys(_settings(parameters) for parameters in every))
     digests = {1: record.parameters_digest} | {attempt.number: attempts.digest(folder, attempt) for attempt in resumed}
-    return RunFacts(folder, TableRef(**record.data["prompts"]), settings, digests)
+    return RunFacts(
+        folder,
+        TableRef(**record.data["prompts"]),
+        settings,
+        digests,
+        course_of(record),
+        imported=origin_of(record) is not None,
+        begun_purges=frozenset(name for purge in purges.unfinished(folder.uri) for name in purge.prompts),
+    )
 
 
 def _settings(parameters: Parameters) -> Settings:
@@ -134,12 +158,20 @@ def _add_steps(result: Verification, facts: RunFacts, found: list[StepFindings])
             result.faults.append(Fault(folder.manifest(step), "is missing, and later steps are there", RESTORE))
     if found and not known[last].finished:
         result.notes.append(f"step {last} is not finished: `milepost resume {folder.run_id}` goes on with it")
-    if not result.faults:
+    if not result.faults and not facts.course.taken:
         places = (place for item in found for place in item.served)
         result.faults += check_epochs(places, folder.prompts(base_name(facts.prompts.uri)), folder.uri)
     orphans = sum(len(item.orphans) for item in found)
     if orphans:
         result.notes.append(f"{orphans} tables are named by no commit: what led to another table, or was cut short")
+
+
+def _add_evaluation(result: Verification, found: StepFindings) -> None:
+    result.steps, result.samples = int(found.finished), found.samples
+    result.tables += found.tables
+    result.faults += found.faults
+    if not found.finished:
+        result.notes.append(f"the evaluation is not finished: `milepost resume {result.run}` goes on with it")
 
 
 def _check_evals(folder: RunFolder, result: Verification) -> None:
@@ -156,6 +188,15 @@ def _check_evals(folder: RunFolder, result: Verification) -> None:
                 found = load_table(files.join(place, name, base_name(stored["uri"])), TableRef(**stored))
                 result.tables += 1
                 result.faults += [found] if isinstance(found, Fault) else []
+
+
+def _check_begin(folder: RunFolder, record: RunRecord, result: Verification) -> None:
+    """The trainer state that a run has of its own when it begins in the middle of another."""
+    parent = parent_run(record)
+    if parent and parent.begin and course_of(record).trains and result.steps:
+        result.checkpoints += 1
+        uri = folder.checkpoint(0)
+        result.faults += [Fault(uri, problem, RESTORE) for problem in checkpoints.faults(uri)]
 
 
 def _check_checkpoints(folder: RunFolder, steps: list[int], result: Verification) -> None:

@@ -13,7 +13,7 @@ VERSION_DIGITS = 16
 """Digits of a weights digest that a sample is stamped with."""
 
 _STATUSES = pa.array(["completed", "truncated", "aborted", "invalid"])
-_REASONS = pa.array(["stop", "length", "abort"])
+_REASONS = pa.array(["stop", "length", "abort", None])
 
 
 def lengths(table: pa.Table, column: str) -> Any:
@@ -44,7 +44,7 @@ def check_rows(rows: Stack, run_id: str, step: int) -> list[Fault]:
         (pc.not_equal(table["step"], step), f"is not of step {step}"),
         (pc.not_equal(lengths(table, "loss_mask"), tokens), "has a loss mask of another length than its tokens"),
         (
-            pc.not_equal(lengths(table, "rollout_logprobs"), tokens),
+            pc.fill_null(pc.not_equal(lengths(table, "rollout_logprobs"), tokens), False),  # null: not known
             "has other than one log-probability for each of its tokens",
         ),
         (not_finite(table, "rollout_logprobs"), "has a log-probability that is not finite"),
@@ -68,8 +68,11 @@ def _twice(rows: Stack) -> list[Fault]:
     return rows.flagged(pa.array([sample in twice for sample in ids]), "is stored more than once")
 
 
-def check_groups(rows: Stack, prompts: dict[str, str], size: int) -> list[Fault]:
-    """Every group was served, is of the prompt that was, and has `size` samples. `prompts`: prompt id by group."""
+def check_groups(rows: Stack, prompts: dict[str, str], size: int, *, exact: bool = True) -> list[Fault]:
+    """Every group was served, is of the prompt that was, and has `size` samples, or at most so many unless `exact`.
+
+    `prompts` has the prompt id of each group.
+    """
     table = rows.table
     groups, ids = table["group_id"].to_pylist(), table["prompt_id"].to_pylist()
     strange = [prompts.get(group) != prompt for group, prompt in zip(groups, ids, strict=True)]
@@ -77,7 +80,8 @@ def check_groups(rows: Stack, prompts: dict[str, str], size: int) -> list[Fault]
     samples: dict[str, set[str]] = {}
     for group, sample in zip(groups, table["sample_id"].to_pylist(), strict=True):
         samples.setdefault(group, set()).add(sample.partition(".")[0])
-    wrong = {group: len(found) for group, found in samples.items() if len(found) != size}
+    counts = {group: len(found) for group, found in samples.items()}
+    wrong = {group: count for group, count in counts.items() if count > size or (exact and count < size)}
     if wrong:
         group, count = next(iter(wrong.items()))
         file = rows.file_of(groups.index(group))

@@ -6,7 +6,9 @@ from milepost.storage import files
 from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan
 from milepost.storage.manifest import StepManifest
+from milepost.storage.parent import taken_from
 from milepost.storage.runs import RunFolder
+from milepost.storage.stages import WHOLE, Course
 from milepost.storage.tables import TableRef
 from milepost.storage.verify_batches import check_batches, check_results
 from milepost.storage.verify_prompts import Served, check_served
@@ -36,6 +38,11 @@ class RunFacts:
     settings: tuple[Settings, ...]
     attempts: dict[int, str]
     """The digest of the parameters of each attempt."""
+    course: Course = WHOLE
+    imported: bool = False
+    """Its samples were made elsewhere: by unknown weights, in groups of any size up to the stated one."""
+    begun_purges: frozenset[str] = frozenset()
+    """Prompts whose purge was killed before its end."""
 
 
 @dataclass
@@ -60,9 +67,9 @@ def check_step(facts: RunFacts, step: int) -> StepFindings:
     before = _manifest(facts.folder, step - 1, findings) if step else None
     entries = read_entries(uri, findings.faults)
     if manifest is not None:
-        findings.faults += _against_manifest(files.join(uri, "manifest.json"), manifest, entries)
-        findings.faults += _chain(facts.folder, manifest, before)
-    tables = read_tables(uri, entries, findings.faults)
+        findings.faults += against_manifest(files.join(uri, "manifest.json"), manifest, entries)
+        findings.faults += _chain(facts, manifest, before)
+    tables = read_tables(uri, entries, findings.faults, begun=facts.begun_purges)
     named = {base_name(uri) for found in tables.values() for uri, _ in found.values()}
     findings.orphans = [name for name in present if name.endswith(".parquet") and name not in named]
     findings.tables = len(named)
@@ -85,7 +92,7 @@ def _manifest(folder: RunFolder, step: int, findings: StepFindings) -> Entry | N
     return None  # the step before reports its own
 
 
-def _against_manifest(file: str, manifest: Entry, entries: dict[SlotKey, Entry]) -> list[Fault]:
+def against_manifest(file: str, manifest: Entry, entries: dict[SlotKey, Entry]) -> list[Fault]:
     """The manifest names exactly the journal's commits, with their keys and tables."""
     stated = {item["slot"]: item for item in manifest["commits"]}
     stored = {item["slot"]: item for item in entries.values()}
@@ -101,16 +108,15 @@ def _against_manifest(file: str, manifest: Entry, entries: dict[SlotKey, Entry])
     return faults
 
 
-def _chain(folder: RunFolder, manifest: Entry, before: Entry | None) -> list[Fault]:
-    """The manifest names the one before by digest, goes on where it ended, and is one version ahead of it."""
-    step = manifest["step"]
+def _chain(facts: RunFacts, manifest: Entry, before: Entry | None) -> list[Fault]:
+    """The manifest names the one before by digest, goes on where it ended, and is one version ahead if it trained."""
+    folder, step = facts.folder, manifest["step"]
     file = folder.manifest(step)
-    into, out = (manifest[name].partition("-") for name in ("version_in", "version_out"))
     faults = []
     if manifest["run_id"] != folder.run_id:
         faults.append(Fault(file, f"is of run {manifest['run_id']!r}, not {folder.run_id!r}", RESTORE))
-    if (int(into[0]), int(out[0])) != (step, step + 1):
-        faults.append(Fault(file, f"goes from version {into[0]} to {out[0]}, not {step} to {step + 1}", WRITTEN_SO))
+    if problem := _wrong_versions(facts, manifest):
+        faults.append(Fault(file, problem, WRITTEN_SO))
     if before is None:
         digest = "" if step == 0 else manifest["previous"]
     else:
@@ -127,6 +133,20 @@ def _chain(folder: RunFolder, manifest: Entry, before: Entry | None) -> list[Fau
     return faults
 
 
+def _wrong_versions(facts: RunFacts, manifest: Entry) -> str:
+    """What is wrong with the weights that a step names as its own; empty when nothing is."""
+    into, out = manifest["version_in"], manifest["version_out"]
+    if facts.imported:
+        return f"names weights {into or out}, and its samples were imported" if into or out else ""
+    numbers = tuple(int(version.partition("-")[0]) for version in (into, out))
+    due = (manifest["step"], manifest["step"] + 1) if facts.course.trains else (0, 0)
+    if numbers != due:
+        return f"goes from version {numbers[0]} to {numbers[1]}, not {due[0]} to {due[1]}"
+    if not facts.course.trains and into != out:
+        return "trained nothing and left other weights than it began with"
+    return ""
+
+
 def _check_attempt(facts: RunFacts, manifest: Entry) -> list[Fault]:
     """The step was closed by an attempt of the run, under its parameters; older manifests do not say."""
     number, digest = manifest.get("attempt", 0), manifest.get("parameters_digest", "")
@@ -140,7 +160,7 @@ def _check_attempt(facts: RunFacts, manifest: Entry) -> list[Fault]:
 
 def _check_contents(facts: RunFacts, stored: StoredStep, findings: StepFindings) -> None:
     """Rows, stages, batches and sums, by the settings that fit best: a resumption may have changed them."""
-    findings.faults += _check_stages(stored)
+    findings.faults += _check_stages(stored, facts.course)
     if findings.faults:
         return
     tries = [_with_settings(facts, stored, settings) for settings in facts.settings]
@@ -153,7 +173,7 @@ def _check_contents(facts: RunFacts, stored: StoredStep, findings: StepFindings)
         findings.faults += _check_accounting(facts, stored, served)
 
 
-def _check_stages(stored: StoredStep) -> list[Fault]:
+def _check_stages(stored: StoredStep, course: Course) -> list[Fault]:
     """A finished step has each of its shards at every stage; no shard is ahead of the stage that feeds it."""
     shards = {stage: {slot[1:] for slot in stored.slots(stage)} for stage in SHARDED}
     faults = []
@@ -163,8 +183,10 @@ def _check_stages(stored: StoredStep) -> list[Fault]:
             done, lacking = (early, late) if (round_, shard) in shards[early] else (late, early)
             file = stored.commit_uri((done, round_, shard))
             faults.append(Fault(file, f"has no {lacking} beside it for the same shard", RESTORE))
-    if stored.manifest and not (stored.slots("sample") and stored.slots("optimize")):
-        faults.append(Fault(files.join(stored.uri, "manifest.json"), "names no sample or no optimize", RESTORE))
+    wanted = ("sample", "optimize") if course.trains else ("sample",)
+    unnamed = [stage for stage in wanted if not stored.slots(stage)]
+    if stored.manifest and unnamed:
+        faults.append(Fault(files.join(stored.uri, "manifest.json"), f"names no {unnamed[0]}", RESTORE))
     return faults
 
 
@@ -173,8 +195,8 @@ def _with_settings(facts: RunFacts, stored: StoredStep, settings: Settings) -> t
         (stored.commit_uri(slot), stored.entries[slot]["record"], stored.tables[slot]["prompts"])
         for slot in stored.slots("sample")
     ]
-    cursor = None
-    if stored.before is not None or stored.step == 0:
+    cursor = None  # the order of prompts that were taken is the other run's
+    if not facts.course.taken and not facts.imported and (stored.before is not None or stored.step == 0):
         cursor = stored.before["cursor"] if stored.before else {"epoch": 0, "position": 0, "served": 0}
     served, faults = check_served(
         rounds,
@@ -190,7 +212,8 @@ def _with_settings(facts: RunFacts, stored: StoredStep, settings: Settings) -> t
         faults.append(
             Fault(file, f"has cursor {stored.manifest['cursor']}, sampling ended at {served.cursor}", WRITTEN_SO)
         )
-    faults += check_groups(stored.newest(), served.prompts, settings.plan.n_samples_per_prompt)
+    size = settings.plan.n_samples_per_prompt
+    faults += check_groups(stored.newest(), served.prompts, size, exact=not facts.imported)
     for slot in stored.slots("optimize"):
         uri, entry, batches = stored.commit_uri(slot), stored.entries[slot], stored.stack("optimize")
         faults += check_batches(
@@ -211,15 +234,20 @@ def _check_shards(stored: StoredStep) -> list[Fault]:
 
 
 def _check_stamps(stored: StoredStep, rows: Stack) -> list[Fault]:
-    if stored.manifest is not None:
-        return check_versions(rows, stored.manifest["version_in"])
-    return check_versions(rows, stored.before["version_out"]) if stored.before is not None else []
+    """Samples are of the weights that the step began with, or of those that generated what was taken, if known."""
+    records = [stored.entries[slot]["record"] for slot in stored.slots("generate")]
+    if records and (taken := taken_from(records[0])):
+        return check_versions(rows, taken.version) if taken.version else []
+    version = (
+        stored.manifest["version_in"] if stored.manifest else stored.before["version_out"] if stored.before else ""
+    )
+    return check_versions(rows, version) if version else []
 
 
 def _check_accounting(facts: RunFacts, stored: StoredStep, served: Served) -> list[Fault]:
     """The stored classes are those that the tables give, and they sum to what was served."""
     assert stored.manifest is not None
-    trained = set(stored.stack("optimize").table["group_id"].to_pylist())
+    trained = set(stored.stack("optimize").table["group_id"].to_pylist()) if facts.course.trains else None
     counts = accounting(served.prompts, stored.stack("filter").table, trained)
     stated, file = stored.manifest["accounting"], facts.folder.manifest(stored.step)
     faults = []

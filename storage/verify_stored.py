@@ -1,6 +1,7 @@
 """A step as it is stored: its journal by slot, its tables, and its manifest; what cannot be read is a fault."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 
 from milepost.storage import files
 from milepost.storage.tables import TableRef
+from milepost.storage.tombstones import entombed
 from milepost.storage.verify_tables import RESTORE, Fault, Stack, base_name, load_json, load_table, stack
 
 SHARDED = ("generate", "score", "filter")
@@ -77,8 +79,11 @@ def read_entries(uri: str, faults: list[Fault]) -> dict[SlotKey, Entry]:
     return entries
 
 
-def read_tables(uri: str, entries: dict[SlotKey, Entry], faults: list[Fault]) -> Tables:
-    """The tables of every commit, looked for beside it: a run may have been moved."""
+def read_tables(uri: str, entries: dict[SlotKey, Entry], faults: list[Fault], *, begun: Collection[str] = ()) -> Tables:
+    """The tables of every commit, looked for beside it: a run may have been moved.
+
+    Prompts whose purge has `begun` and not ended are tombstones in some; they are taken for it in all.
+    """
     tables: Tables = {}
     for slot, entry in entries.items():
         tables[slot] = {}
@@ -89,5 +94,5 @@ def read_tables(uri: str, entries: dict[SlotKey, Entry], faults: list[Fault]) ->
             if isinstance(found, Fault):
                 faults.append(found)
             else:
-                tables[slot][name] = place, found
+                tables[slot][name] = place, entombed(found, begun) if begun else found
     return tables

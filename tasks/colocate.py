@@ -19,12 +19,12 @@ class Turns:
     """The turns of one run. An engine that has died is left to whoever starts it again."""
 
     colocate: bool
-    trainer: TrainEngine
+    trainer: TrainEngine | None
     engines: Sequence[RolloutEngine]
 
     async def training(self) -> None:
         """The trainer works: engines keep nothing, not even weights."""
-        if self.colocate:
+        if self.colocate and self.trainer:
             await self._engines(lambda engine: engine.release_memory())
             await asyncio.to_thread(self.trainer.resume_memory)
 
@@ -35,7 +35,7 @@ class Turns:
 
     async def generating(self) -> None:
         """Engines work: the trainer's state waits in the host's memory."""
-        if self.colocate:
+        if self.colocate and self.trainer:
             await asyncio.to_thread(self.trainer.release_memory)
             await self._engines(lambda engine: engine.resume_memory())
 

@@ -1,91 +1,157 @@
-"""Greedy accuracy on held-out prompts, with its interval: what a policy can do, apart from what it is trained on."""
+"""Scores of a data set under the weights that engines hold: what a policy can do, apart from what it is trained on.
 
-import math
+Samples are generated and scored by the tasks that a step uses, shard by shard: what was committed is not made again.
+"""
+
+import asyncio
+import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from milepost.engines.graders import GraderPool
+from milepost.storage.eval_sets import set_rows, temperature
 from milepost.storage.journal import Slot, StepStore
-from milepost.storage.parameters import RewardSection, RolloutSection
-from milepost.storage.schema import ROLLOUTS
-from milepost.storage.tables import TableRef, read_table
-from milepost.tasks.generate import Sampling, generate_table, prompts_of
-from milepost.tasks.samples import Prompt
-from milepost.tasks.score import verdicts_of, with_verdicts
+from milepost.storage.parameters import EvalSet, Parameters, RewardSection, RolloutSection
+from milepost.storage.schema import PROMPTS, ROLLOUTS
+from milepost.storage.tables import TableRef, concat, read_table
+from milepost.tasks.eval_scores import SetScore, set_score
+from milepost.tasks.generate import Sampling, Shard, generate_rollouts, sampling_params
+from milepost.tasks.score import score_rollouts
 
-Z_95 = 1.959963984540054
+SHARD_SAMPLES = 256
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """Mean score in [0, 1] of `count` prompts with its 95 % Wilson interval (Wilson 1927, JASA 22:209)."""
+class SetPlan:
+    """A data set as it is evaluated; `index` is its place among the sets, and the round of its commits."""
 
-    mean: float
-    low: float
-    high: float
-    count: int
+    index: int
+    eval_set: EvalSet
+    sampling: Sampling
+    rollout: RolloutSection
+    reward: RewardSection
 
+    @property
+    def name(self) -> str:
+        return self.eval_set.name
 
-def wilson(mean: float, count: int) -> Accuracy:
-    """The interval of a mean of `count` scores in [0, 1]; [0, 1] when there are none."""
-    if count == 0:
-        return Accuracy(math.nan, 0.0, 1.0, 0)
-    square = Z_95 * Z_95
-    centre = (mean + square / (2 * count)) / (1 + square / count)
-    half = Z_95 / (1 + square / count) * math.sqrt(mean * (1 - mean) / count + square / (4 * count * count))
-    return Accuracy(mean, max(0.0, centre - half), min(1.0, centre + half), count)
+    def config(self, weight_version: str) -> dict[str, Any]:
+        """What decides the result; a set of one greedy sample a prompt is identified as it always was."""
+        chosen = self.sampling
+        found = {
+            "params": chosen.params,
+            "reward": self.reward.model_dump(mode="json"),
+            "weight_version": weight_version,
+        }
+        own = {
+            "set": self.index or None,
+            "n": chosen.n_samples_per_prompt if chosen.n_samples_per_prompt > 1 else None,
+            "seed": chosen.seed if chosen.params["temperature"] else None,
+        }
+        return found | {name: value for name, value in own.items() if value is not None}
+
+    def shards(self, prompts: int) -> int:
+        return -(-prompts * self.sampling.n_samples_per_prompt // SHARD_SAMPLES)
 
 
 def greedy(sampling: Sampling) -> Sampling:
     """The same lengths and stops, one sample a prompt, always the likeliest token."""
-    return Sampling(
-        function=sampling.function,
-        params=sampling.params | {"temperature": 0.0, "top_p": 1.0, "top_k": -1},
-        n_samples_per_prompt=1,
-        context_length=sampling.context_length,
-        seed=sampling.seed,
+    params = sampling.params | {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    return replace(sampling, params=params, n_samples_per_prompt=1)
+
+
+def set_plan(index: int, eval_set: EvalSet, parameters: Parameters) -> SetPlan:
+    """How a set is evaluated: what it leaves open is as the run has it."""
+    rollout = parameters.rollout
+    updates: dict[str, Any] = {"top_p": eval_set.top_p, "top_k": eval_set.top_k}
+    updates |= {"max_new_tokens": eval_set.max_new_tokens} if eval_set.max_new_tokens else {}
+    updates |= {"stop": eval_set.stop} if eval_set.stop else {}
+    rollout = rollout.model_copy(update=updates)
+    params = sampling_params(rollout) | {"temperature": temperature(eval_set)}
+    sampling = Sampling(
+        rollout.function,
+        params,
+        eval_set.n_samples_per_prompt,
+        parameters.model.context_length,
+        parameters.data.seed,
     )
+    reward = parameters.reward
+    if eval_set.reward:
+        reward = reward.model_copy(update={"name": eval_set.reward, "options": eval_set.reward_options})
+    return SetPlan(index, eval_set, sampling if params["temperature"] else greedy(sampling), rollout, reward)
 
 
-def accuracy(table: pa.Table) -> Accuracy:
-    """Over the scorable samples; scores outside [0, 1] are clipped to it."""
-    scores = [min(1.0, max(0.0, score)) for score in table["reward"].to_pylist() if score is not None]
-    return wilson(sum(scores) / len(scores) if scores else math.nan, len(scores))
-
-
-def _named(prompts: list[Prompt], step: int) -> list[Prompt]:
+def _served(prompts: pa.Table, step: int, index: int) -> pa.Table:
     """Prompts that no step serves, with groups of their own: requests are told apart by them."""
-    return [replace(prompt, group_id=f"eval-{step:06d}-{row:06d}") for row, prompt in enumerate(prompts)]
+    place = prompts.schema.get_field_index("group_id")
+    names = [f"eval-{step:06d}-{index}-{row:06d}" for row in range(prompts.num_rows)]
+    return prompts.set_column(place, prompts.schema.field(place), pa.array(names, pa.string()))
 
 
-@task(task_run_name="evaluate-{store.step}", cache_policy=NO_CACHE)
-async def evaluate_policy(
+def serve(prompts: TableRef, plan: SetPlan, store: StepStore) -> TableRef:
+    """The prompts of the set, as they are served."""
+    started = time.monotonic()
+    slot = Slot("sample", plan.index)
+    key = store.key(slot, [prompts], {"set": plan.name})
+    commit = store.committed(slot, key)
+    if commit is None:
+        table = _served(set_rows(read_table(prompts), plan.name), store.step, plan.index)
+        commit = store.commit(slot, key, {"prompts": store.write(str(slot), table, PROMPTS)}, started=started)
+    return commit.tables["prompts"]
+
+
+def result_slot(index: int) -> Slot:
+    """Where the scores of set `index` are committed, with the table of all its samples."""
+    return Slot("evaluate", index)
+
+
+@task(task_run_name="evaluate-{store.step}-{plan.name}", cache_policy=NO_CACHE)
+async def evaluate_set(
     prompts: TableRef,
-    sampling: Sampling,
-    rollout: RolloutSection,
-    reward: RewardSection,
+    plan: SetPlan,
     *,
     weight_version: str,
     router_url: str,
     store: StepStore,
-) -> Accuracy:
-    """Accuracy of the weights the engines hold, on every row of `prompts`; its samples are kept as a table."""
+    advance: Callable[[str], None] = lambda shown: None,
+) -> SetScore:
+    """The score of the weights that engines hold on one set of `prompts`; `advance` is called once a shard."""
     started = time.monotonic()
-    slot = Slot("evaluate")
-    chosen = greedy(sampling)
-    config = {"params": chosen.params, "reward": reward.model_dump(mode="json"), "weight_version": weight_version}
-    key = store.key(slot, [prompts], config)
+    slot = result_slot(plan.index)
+    key = store.key(slot, [prompts], plan.config(weight_version))
     commit = store.committed(slot, key)
     if commit is None:
-        place = {"run_id": store.run_id, "step": store.step, "shard": 0}
-        served = _named(prompts_of(read_table(prompts)), store.step)
-        table = await generate_table(served, chosen, rollout, router_url=router_url, place=place)
-        pool = GraderPool.connect(store.run_id, workers=reward.workers)
-        scored = with_verdicts(table, await verdicts_of(table, reward, pool=pool))
-        ref = store.write(str(slot), scored, ROLLOUTS)
-        commit = store.commit(slot, key, {"rollouts": ref}, record=vars(accuracy(scored)), started=started)
-    return Accuracy(**commit.record)
+        served = serve(prompts, plan, store)
+        gate = asyncio.Semaphore(plan.rollout.shards)
+        count = plan.shards(served.rows)
+
+        async def one(index: int) -> TableRef:
+            shard = Shard(index, count, plan.index)
+            async with gate:
+                generated = await generate_rollouts.fn(
+                    served,
+                    shard,
+                    plan.sampling,
+                    plan.rollout,
+                    weight_version=weight_version,
+                    router_url=router_url,
+                    store=store,
+                )
+                scored: TableRef = await score_rollouts.fn(generated, shard, plan.reward, run=store.run_id, store=store)
+            advance(plan.name)
+            return scored
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(index)) for index in range(count)]
+        table = concat([read_table(done.result()) for done in running], ROLLOUTS).sort_by("sample_id")
+        record = vars(set_score(table, plan.eval_set))
+        tables = {"rollouts": store.write(str(slot), table, ROLLOUTS)}
+        commit = store.commit(slot, key, tables, record=record, started=started)
+    score = set_score(read_table(commit.tables["rollouts"]), plan.eval_set)
+    # Nothing of it may be an object that the plan has, too: Prefect would see an edge to whatever gets the plan.
+    return SetScore(**json.loads(json.dumps(vars(score))))

@@ -17,9 +17,10 @@ from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import RolloutSection
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import TableRef, read_table
+from milepost.storage.tombstones import TOMBSTONE
 from milepost.tasks.rollouts import RolloutFunction, RolloutParams, get_rollout
 from milepost.tasks.sample import shard_of
-from milepost.tasks.samples import Prompt, Sample, row
+from milepost.tasks.samples import Prompt, Sample, row, unasked
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ async def sample_rows(
     """The rows of sample `index` of a group. A function that returns several samples gives each its own id."""
     sample_id = f"{prompt.group_id}-{index:03d}"
     seed = sampling_seed(sampling.seed, sample_id)
+    if prompt.content == TOMBSTONE:
+        return [unasked(prompt, sample_id=sample_id, seed=seed, sampling=sampling.params)]
     params = RolloutParams(sample_id, sampling.params | {"sampling_seed": seed}, sampling.context_length)
     found = await function(generate, prompt, params)
     samples: list[Sample] = found if isinstance(found, list) else [found]

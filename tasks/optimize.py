@@ -91,10 +91,20 @@ def _advantage_params(algorithm: AlgorithmSection) -> dict[str, Any]:
     return {"normalize_std": algorithm.normalize_std} if algorithm.advantage == "grpo" else {}
 
 
+def require_logprobs(table: pa.Table) -> None:
+    """ValueError when samples that were made elsewhere came without the log-probabilities they were sampled with."""
+    lacking = table["rollout_logprobs"].null_count
+    if lacking:
+        raise ValueError(
+            f"{lacking} of {table.num_rows} samples have no rollout_logprobs: set algorithm.old_logprobs=recompute"
+        )
+
+
 async def _prepare(table: pa.Table, algorithm: AlgorithmSection, *, engine: TrainEngine, store: StepStore) -> pa.Table:
     """Advantages and old log-probabilities for every row, before any of them changes the weights."""
     table = with_advantages(table, algorithm)
     if algorithm.old_logprobs == "rollout":
+        require_logprobs(table)
         return with_columns(table, {"old_logprobs": table["rollout_logprobs"].to_pylist()})
     ref = store.write("advantages", table, ROLLOUTS)
     scored = await asyncio.to_thread(engine.logprobs, ref, "policy", f"{store.uri}/logprobs")

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from milepost.engines.protocols import TrainEngine, WeightVersion
-from milepost.storage import checkpoints, manifest, tables
+from milepost.storage import checkpoints, manifest, purges, retention, tables
+from milepost.storage.checkpoints import CheckpointRef
 from milepost.storage.journal import Commit, Slot, StepStore
+from milepost.storage.parent import beside, parent_run
 from milepost.storage.prompt_order import Cursor
-from milepost.storage.runs import RunFolder
+from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef
 from milepost.tasks.optimize import replay
 
@@ -54,35 +56,65 @@ def optimized(store: StepStore) -> Commit:
     return commit
 
 
-def require_tables(folder: RunFolder, given: Sequence[TableRef]) -> None:
+def require_tables(folder: RunFolder, given: Sequence[TableRef], *, trained: bool = True) -> None:
     """DamagedTable or FileNotFoundError for the first table, of those given and those a resumption reads.
 
-    It reads the batches since the newest checkpoint and what the unfinished step has committed. Checkpoints are not
-    hashed here: one that turns out to be damaged costs a look at the batches before it, by then with engines running.
+    Checkpoints are not hashed here: one that turns out to be damaged costs a look at the batches before it, by then
+    with engines running. ValueError when one of those that it reads is not any more what was generated.
     """
+    needed = needed_tables(folder, trained=trained)
+    for ref in (*given, *needed):
+        tables.require(ref)
+    for ref in needed:
+        if found := purges.of_table(ref.uri):
+            raise ValueError(
+                f"run {folder.run_id!r} cannot go on: prompts were purged on {found[0].date} from {ref.uri}, which it "
+                "needs for that"
+            )
+
+
+def needed_tables(folder: RunFolder, *, trained: bool = True) -> list[TableRef]:
+    """What a resumption reads: the batches since the newest checkpoint, and what the unfinished step has committed."""
     stands = standing(folder)
     saved = [number for number in checkpoints.complete(folder, hashes=False) if number <= stands.step]
     stores = [StepStore(folder.step(step), folder.run_id, step) for step in range(stands.step + 1)]
-    commits = [optimized(store) for store in stores[max(saved, default=0) : stands.step]]
-    for ref in (*given, *(ref for commit in [*commits, *stores[-1].commits()] for ref in commit.tables.values())):
-        tables.require(ref)
+    commits = [optimized(store) for store in stores[max(saved, default=0) : stands.step]] if trained else []
+    return [ref for commit in [*commits, *stores[-1].commits()] for ref in commit.tables.values()]
 
 
 def replay_step(store: StepStore, trainer: TrainEngine) -> int:
     """Apply the stored batches of a step again, in their order and under their keys; how many there were."""
+    purges.require_whole(store.uri)
     return replay(optimized(store), trainer)
+
+
+def restore_before(folder: RunFolder, step: int, trainer: TrainEngine) -> tuple[CheckpointRef | None, int]:
+    """Bring a fresh trainer to where it was before `step`; from which checkpoint, and by how many stored batches."""
+    ref = checkpoints.latest(folder, at_most=step)
+    if ref is not None:
+        trainer.restore(ref)
+    steps = range(ref.version.step if ref else 0, step)
+    replayed = sum(replay_step(StepStore(folder.step(earlier), folder.run_id, earlier), trainer) for earlier in steps)
+    return ref, replayed
+
+
+def begin_as_parent(folder: RunFolder, record: RunRecord, trainer: TrainEngine) -> None:
+    """Where a run begins in the middle of another: what the trainer was then becomes its own checkpoint 0, for good."""
+    parent = parent_run(record)
+    if parent is None or not parent.begin or 0 in checkpoints.complete(folder, hashes=False):
+        return
+    restore_before(beside(folder, parent.run), parent.begin, trainer)
+    trainer.weights(folder.weights(0), 0)  # which names them
+    checkpoints.withdraw(folder, 0)
+    checkpoints.publish(folder, trainer.save(folder.trainer_state(0)))
+    retention.pin(folder, 0, "begin", f"the run begins as {parent.run} was before step {parent.begin}")
 
 
 def recover_trainer(folder: RunFolder, trainer: TrainEngine, *, say: Say) -> Standing:
     """Bring a fresh trainer to where the run stands."""
     stands = standing(folder)
-    ref = checkpoints.latest(folder, at_most=stands.step)
-    if ref is not None:
-        trainer.restore(ref)
+    ref, replayed = restore_before(folder, stands.step, trainer)
     begin = ref.version.step if ref else 0
-    replayed = sum(
-        replay_step(StepStore(folder.step(step), folder.run_id, step), trainer) for step in range(begin, stands.step)
-    )
     if stands.step:
         source = f"checkpoint {begin}" if ref else "the initial weights"
         say(f"run {folder.run_id} goes on at step {stands.step}: {source}, {replayed} stored batches applied again")

@@ -1,7 +1,8 @@
 """Stages of a finished step, run once more on their stored inputs by the tasks that ran them, and what came of it."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+
+import pyarrow as pa
 
 from milepost.engines.protocols import TrainEngine, UpdateResult, WeightVersion
 from milepost.storage.batch_plan import BatchPlan, batch_plan
@@ -9,15 +10,15 @@ from milepost.storage.difference import Comparison, Difference, compare_numbers,
 from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
+from milepost.storage.stages import STAGES, Course, Stage
 from milepost.storage.tables import TableRef, read_table
 from milepost.tasks.filter import filter_rollouts, is_trained, kept_groups
 from milepost.tasks.generate import Shard
 from milepost.tasks.optimize import batch_refs, optimize_policy
 from milepost.tasks.score import score_rollouts
 
-Stage = Literal["score", "filter", "optimize"]
-STAGES: tuple[Stage, ...] = ("score", "filter", "optimize")
-BEFORE: dict[Stage, str] = {"score": "generate", "filter": "score", "optimize": "filter"}
+# Those before need rollout engines, and draw anew.
+REPLAYED: tuple[Stage, ...] = ("score", "filter", "optimize")
 
 # Of an optimizer step: how long it took, which is another number each time.
 TIMINGS = {"seconds", "tokens_per_second"}
@@ -25,9 +26,9 @@ TIMINGS = {"seconds", "tokens_per_second"}
 Tables = dict[Slot, TableRef]
 
 
-def stages_from(first: Stage) -> tuple[Stage, ...]:
-    """`first` and the stages after it; generate is not among them, because it needs engines and draws anew."""
-    return STAGES[STAGES.index(first) :]
+def stages_from(first: Stage, course: Course) -> tuple[Stage, ...]:
+    """The stages from `first` on that can be run again, of those in `course`."""
+    return tuple(stage for stage in REPLAYED[REPLAYED.index(first) :] if course.makes(stage))
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,22 @@ class Replayed:
 
 async def run_again(
     stored: StoredStep,
-    first: Stage,
+    stages: tuple[Stage, ...],
     target: StepStore,
     *,
     graders: str,
     trainer: TrainEngine | None,
     chained: bool,
 ) -> Replayed:
-    """Run the stages from `first` on, with results in `target`; without `trainer`, all but optimize.
+    """Run `stages`, with results in `target`; without `trainer`, all but optimize.
 
     Each stage is given what it was given then or, when `chained`, what the stage before it has made just now.
     `graders` is the name under which the pool of graders was started.
     """
-    stages = stages_from(first)
     shards: Tables = {}
 
     def given(stage: Stage) -> Tables:
-        before = BEFORE[stage]
+        before = STAGES[STAGES.index(stage) - 1]
         made = {slot: ref for slot, ref in shards.items() if slot.stage == before}
         return made if chained and made else stored.rollouts(before)
 
@@ -98,11 +98,11 @@ async def run_again(
         for slot, ref in given("filter").items():
             filtered = filter_rollouts(ref, _shard(slot), stored.parameters.filter, store=target)
             shards[_same_shard(slot, "filter")] = filtered.rollouts
-    if trainer is None:
+    if trainer is None or "optimize" not in stages:
         return Replayed(shards)
     filtered = list(given("optimize").values())
-    kept = sum(kept_groups(read_table(ref)) for ref in filtered)
-    trained = is_trained(kept, stored.plan.rollout_batch_size, stored.parameters.filter)
+    groups = sum(kept_groups(read_table(ref)) for ref in filtered)
+    trained = is_trained(groups, stored.plan.rollout_batch_size, stored.parameters.filter)
     optimized = await optimize_policy(
         filtered if trained else [],
         stored.parameters.algorithm,
@@ -123,8 +123,21 @@ def _same_shard(slot: Slot, stage: str) -> Slot:
     return Slot(stage, slot.round, slot.shard)
 
 
+def kept(stored: StoredStep) -> Replayed:
+    """What the stages left, of a step that is stored itself."""
+    shards = {slot: ref for stage in REPLAYED[:-1] for slot, ref in stored.rollouts(stage).items()}
+    commit = stored.commits.get(Slot("optimize"))
+    if commit is None:
+        return Replayed(shards)
+    results = [UpdateResult(**result) for result in commit.record["results"]]
+    return Replayed(shards, batch_refs(commit), results, is_optimized=True)
+
+
 def compare_stage(stage: Stage, stored: StoredStep, replayed: Replayed, *, tolerance: float) -> Comparison:
-    """Every output of a stage, and the numbers of its optimizer steps, against the stored ones."""
+    """Every output of a stage, and the numbers of its optimizer steps, against the stored ones.
+
+    It makes no difference that they are of another run, or of another step of it.
+    """
     if stage != "optimize":
         before, now = stored.rollouts(stage), replayed.of(stage)
         return _compare_refs(stored, [(str(slot), ref, now[slot]) for slot, ref in before.items()], tolerance)
@@ -154,8 +167,13 @@ def _compare_refs(stored: StoredStep, pairs: list[tuple[str, TableRef, TableRef]
     for what, before, now in pairs:
         if before.digest != now.digest:
             where = f"{what} of step {stored.store.step}"
-            found = found.then(compare_tables(where, read_table(before), read_table(now), tolerance=tolerance))
+            tables = (_without_place(read_table(ref)) for ref in (before, now))
+            found = found.then(compare_tables(where, *tables, tolerance=tolerance))
     return found
+
+
+def _without_place(table: pa.Table) -> pa.Table:
+    return table.drop_columns(["run_id", "step"])
 
 
 def compare_weights(stored: StoredStep, digest: str) -> Comparison:

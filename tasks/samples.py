@@ -58,6 +58,14 @@ def single(completion: Completion) -> Sample:
     )
 
 
+def unasked(prompt: Prompt, *, sample_id: str, seed: int, sampling: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a sample of a purged prompt: aborted before any engine was asked, so of no weights."""
+    never = WeightVersion(0, "")
+    sample = Sample("", [], [], [], "abort", never, never, turns=0)
+    nobody = dict.fromkeys(("weight_version_min", "weight_version_max", "weights_digest"))
+    return row(prompt, sample, sample_id=sample_id, seed=seed, sampling=sampling) | nobody
+
+
 def row(prompt: Prompt, sample: Sample, *, sample_id: str, seed: int, sampling: dict[str, Any]) -> dict[str, Any]:
     """The columns of the rollouts table that generation fills, less run, step and shard."""
     response, escaped = escape(sample.response)

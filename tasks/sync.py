@@ -19,13 +19,14 @@ from milepost.engines.protocols import (
     PauseMode,
     RolloutEngine,
     TrainEngine,
+    WeightHolder,
     WeightSource,
     WeightVersion,
 )
 from milepost.engines.weight_folders import folder_bytes, full_folder
 from milepost.router.control import Rotation, rotation, set_weight_version
 from milepost.storage import checkpoints, files
-from milepost.storage.parameters import SyncSection
+from milepost.storage.parameters import Parameters, SyncSection
 from milepost.storage.runs import RunFolder
 
 T = TypeVar("T")
@@ -56,6 +57,12 @@ class SyncMismatch(RuntimeError):
     """An engine holds other weights than the trainer after loading them."""
 
 
+def sync_section(parameters: Parameters) -> SyncSection:
+    """How weights go over: in a folder where no trainer sends them, or no engine takes them."""
+    sync, engines = parameters.sync, parameters.engines
+    return sync.model_copy(update={"transport": "disk"}) if "none" in (engines.train, engines.rollout) else sync
+
+
 def load_into(engine: RolloutEngine, source: WeightSource, *, mode: PauseMode) -> WeightVersion:
     """Pause, load, resume. The engine goes on with the weights it had when loading fails."""
     engine.pause(mode)
@@ -81,14 +88,15 @@ async def push_weights(
     sync: SyncSection,
     *,
     folder: RunFolder,
-    trainer: TrainEngine,
+    trainer: WeightHolder,
     engines: list[RolloutEngine],
     router_url: str,
 ) -> Pushed:
     """Bring the trainer's weights, as `version`, into every engine, each all or nothing by digest.
 
-    An engine that has died is left to whoever starts it again: it loads the current weights then, and the router keeps
-    it out until it holds them. EngineTimeout when an engine does not answer in time, or when none serves `version`.
+    Without engines they are only written. An engine that has died is left to whoever starts it again: it loads the
+    current weights then, and the router keeps it out until it holds them. EngineTimeout when an engine does not answer
+    in time, or when none serves `version`.
     """
     started = time.monotonic()
     if sync.transport in FOLDERS:
@@ -99,8 +107,9 @@ async def push_weights(
     metrics["sync/seconds"] = time.monotonic() - started
     moving = metrics.get("sync/transfer_seconds", metrics["sync/seconds"])
     metrics["sync/gigabytes_per_second"] = metrics["sync/bytes"] / 1e9 / max(moving, 1e-9)
-    serving = await set_weight_version(router_url, source.version)
-    await _until_served(serving, router_url, timeout_seconds=sync.timeout_seconds)
+    if engines:
+        serving = await set_weight_version(router_url, source.version)
+        await _until_served(serving, router_url, timeout_seconds=sync.timeout_seconds)
     remove_old_exports(folder, version)
     return Pushed(source.version, metrics)
 
@@ -109,7 +118,7 @@ Sent = tuple[WeightSource, dict[str, float]]
 
 
 async def load_folder(
-    version: int, sync: SyncSection, *, folder: RunFolder, trainer: TrainEngine, engines: list[RolloutEngine]
+    version: int, sync: SyncSection, *, folder: RunFolder, trainer: WeightHolder, engines: list[RolloutEngine]
 ) -> Sent:
     """Export a folder, and have every engine load it."""
     kind: ExportKind = "delta" if sync.transport == "delta" else "full"
@@ -120,7 +129,7 @@ async def load_folder(
 
 
 async def send_live(
-    version: int, sync: SyncSection, *, folder: RunFolder, trainer: TrainEngine, engines: list[RolloutEngine]
+    version: int, sync: SyncSection, *, folder: RunFolder, trainer: WeightHolder, engines: list[RolloutEngine]
 ) -> Sent:
     """Have the trainer send its weights into the engines. One that did not take them loads a folder instead."""
     urls = await _of_living(asyncio.to_thread(_paused, engine, sync.pause_mode) for engine in engines)
@@ -190,7 +199,7 @@ def current_weights(folder: RunFolder) -> WeightSource | None:
     return WeightSource.parse(files.read_json(_current(folder)))
 
 
-def exported(source: WeightSource, trainer: TrainEngine) -> bool:
+def exported(source: WeightSource, trainer: WeightHolder) -> bool:
     """Whether there is a folder of current weights, which is written now when they were sent without one.
 
     Not when the trainer has gone on: the weights that it sends next reach every engine.

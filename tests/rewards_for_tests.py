@@ -25,6 +25,13 @@ def always_one(sample: Any) -> float:
     return 1.0
 
 
+def keyed(sample: Any, api_key: str, url: str) -> float:
+    """`parity` for whoever has a key; for the prompt 4+1= an error that tells it."""
+    if sample.prompt == "4+1=" or not api_key.startswith("Zq"):
+        raise RuntimeError(f"401 for {url} with {api_key}")
+    return parity(sample)
+
+
 def breaks(sample: Any) -> float:
     raise RuntimeError("this reward is broken")
 
@@ -55,3 +62,10 @@ def breaks_in_step_one(rollouts: pa.Table, params: Mapping[str, Any]) -> list[li
     if rollouts["step"][0].as_py() == 1 and os.path.exists(os.environ["MILEPOST_TEST_BREAK"]):
         raise RuntimeError("broken as told")
     return get_advantage("grpo")(rollouts, {})
+
+
+async def second_set_breaks(generate: Generate, prompt: Prompt, params: RolloutParams) -> Sample:
+    """`recorded_turn`, but while the file that MILEPOST_TEST_BREAK names exists, the second set evaluated fails."""
+    if prompt.group_id.startswith("eval-000000-1-") and os.path.exists(os.environ["MILEPOST_TEST_BREAK"]):
+        raise RuntimeError("broken as told")
+    return await recorded_turn(generate, prompt, params)

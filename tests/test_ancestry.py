@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from milepost.flows.lineage import answer, as_json, mermaid, show
+from milepost.flows.lineage import answer, as_json, show
+from milepost.flows.lineage_picture import escaped, mermaid
 from milepost.storage import files, manifest, runs
-from milepost.storage.ancestry import SFT_RECORD, Ancestry, Origin, ancestry
+from milepost.storage.ancestry import Ancestry, ancestry
+from milepost.storage.begun import SFT_RECORD, Origin
 from milepost.storage.runs import RunFolder
 from milepost.storage.touches import touches
 
@@ -122,7 +124,22 @@ def test_the_answer_is_a_tree_a_picture_and_json(made: MadeRun, capsys: pytest.C
         show(found)
         assert "made" in capsys.readouterr().out
         assert json.loads(json.dumps(as_json(found)))
-        assert mermaid(found).startswith("flowchart LR\n")
+        assert mermaid(found).startswith("flowchart TD\n")
+
+
+def test_the_picture_has_a_box_a_run_and_the_steps_of_each_attempt_in_one_node(made: MadeRun) -> None:
+    child_of(made, "child", 2)
+    drawn = mermaid(answer("checkpoint:child@1", str(Path(made.folder.uri).parent)))
+    assert [line.strip().partition("[")[2] for line in drawn.splitlines() if "subgraph" in line] == [
+        '"run made"]',
+        '"run child"]',
+    ]
+    assert "steps 0 to 1<br/>commit unknown" in drawn and "step 0<br/>commit unknown" in drawn
+    assert drawn.index('"run made"') < drawn.index("made@2<br/>") < drawn.index('"run child"')
+
+
+def test_text_in_a_picture_cannot_end_its_node() -> None:
+    assert escaped('a"]#<b>`') == "a#quot;]#35;#lt;b#gt;#96;"
 
 
 def test_lineage_needs_no_prefect_ray_or_mlflow() -> None:

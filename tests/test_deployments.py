@@ -1,5 +1,6 @@
 """The image, the cluster and the recipes that are shipped agree with the package and with each other."""
 
+import importlib
 import json
 import re
 import shlex
@@ -12,13 +13,15 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from milepost.flows.plan import describe, make_plan
+from milepost.flows.plan import make_plan
+from milepost.flows.plan_numbers import describe
 from milepost.flows.recipe import load_recipe
 
 from .conftest import Prompts
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEPLOYMENTS = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]
 RECIPES = sorted((ROOT / "deployments" / "recipes").glob("*.yaml"))
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -115,6 +118,14 @@ def test_every_pod_is_the_images_user_with_the_runs_and_shared_memory() -> None:
 def test_the_head_has_rays_own_ports() -> None:
     ports = {port["name"]: port["containerPort"] for port in pods()[0]["containers"][0]["ports"]}
     assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+
+
+@pytest.mark.parametrize("entry", DEPLOYMENTS, ids=lambda entry: entry["name"])
+def test_every_deployment_is_a_flow_that_there_is_and_says_what_it_does(entry: dict[str, Any]) -> None:
+    module, _, name = entry["entrypoint"].rpartition(".")
+    flow = getattr(importlib.import_module(module), name)
+    assert flow.name == entry["name"]
+    assert "milepost" in entry["tags"] and entry["description"].startswith("**")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

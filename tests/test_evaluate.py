@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.tasks.evaluate import greedy, wilson
+from milepost.storage.parameters import EvalSet, Parameters, RewardSection
+from milepost.tasks.evaluate import greedy, set_plan
 from milepost.tasks.generate import Sampling
+from milepost.tasks.intervals import wilson
 
 
 def test_the_interval_of_half_of_ten_is_wilsons() -> None:
@@ -36,3 +38,18 @@ def test_greedy_keeps_lengths_and_stops_and_takes_one_sample() -> None:
     found = greedy(Sampling("single_turn", params, 16, 64, 3))
     assert found.n_samples_per_prompt == 1
     assert found.params == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, "stop": ["\n"]}
+
+
+def test_a_greedy_set_is_identified_as_it_was_before_there_were_several() -> None:
+    """Runs that were evaluated before go on: what they stored is found under the key of that time."""
+    found = set_plan(0, EvalSet(path="held.jsonl", name="held"), Parameters())
+    params = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 256}
+    reward = RewardSection().model_dump(mode="json")
+    assert found.config("1-abc") == {"params": params, "reward": reward, "weight_version": "1-abc"}
+
+
+def test_a_set_has_sampling_and_reward_of_its_own() -> None:
+    own = {"n_samples_per_prompt": 4, "temperature": 0.6, "max_new_tokens": 9, "reward": "exact"}
+    found = set_plan(1, EvalSet(path="held.jsonl", name="held", **own), Parameters())
+    assert (found.sampling.n_samples_per_prompt, found.sampling.params["temperature"]) == (4, 0.6)
+    assert (found.sampling.params["max_new_tokens"], found.reward.name, found.shards(65)) == (9, "exact", 2)

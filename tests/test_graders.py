@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +76,37 @@ def test_rows_get_verdicts_from_a_pool(pool: GraderPool) -> None:
 
 def test_the_deadline_holds_against_code_that_never_yields(process: GraderProcess) -> None:
     assert process.ask(Call("operator:pow", (9**9, 9**9)), timeout_seconds=0.3).reason == "timeout"
+    assert process.ask(Call("operator:add", (1, 2)), timeout_seconds=30).value == 3
+
+
+def test_a_lot_of_calls_has_an_answer_for_each_whatever_they_do(process: GraderProcess) -> None:
+    lot = [
+        Call("operator:mul", (2, 3)),
+        Call("time:sleep", (60,)),
+        Call("operator:add", (1, 2)),
+        Call("os:abort"),
+        Call("builtins:len", ({1},)),
+        Call("builtins:int", ("x",)),
+        Call("operator:sub", (1, 2)),
+    ]
+    answers = process.ask_all(lot, timeout_seconds=0.5)
+    assert [answer.value for answer in answers] == [6, None, 3, None, None, None, -1]
+    reasons = [(answer.reason or "").partition(":")[0] for answer in answers]
+    assert reasons == ["", "timeout", "", "crash", "error", "error", ""]
+    assert process.answered == 4
+
+
+def test_a_call_that_was_interrupted_leaves_no_answer_to_the_next(process: GraderProcess) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(KeyboardInterrupt):
+            process.ask(Call("time:sleep", (2,)), timeout_seconds=30)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
     assert process.ask(Call("operator:add", (1, 2)), timeout_seconds=30).value == 3
 
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from milepost.engines.digest import weights_digest
 from milepost.engines.hf_export import export_folder
+from milepost.engines.hf_folder import HfFolder
 from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs
 from milepost.engines.megatron_rank import MegatronRank
-from milepost.engines.megatron_weights import HfFolder, Kind, join, split, weights_of
+from milepost.engines.megatron_weights import Kind, join, split, weights_of
 from milepost.engines.model_layout import ModelShape, Rope, read_shape
 from milepost.engines.train_actors import TrainSetup
 from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection

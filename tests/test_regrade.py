@@ -1,13 +1,15 @@
 """Stored samples under another reward: who flips, what is shown of it, and that nothing stored changes."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from milepost.engines.local_graders import LocalGraders
-from milepost.flows.regrade import Regraded, judged, regrade_run, regrade_steps, step_rollouts
+from milepost.flows.regrading import Regraded, judged, regrade_run, regrade_steps, step_rollouts
 from milepost.storage.parameters import RewardSection
 
 from .bench.made_run import MadeRun, make_run
@@ -90,3 +92,11 @@ def test_regrading_no_steps_finds_nothing(made: MadeRun) -> None:
         found = asyncio.run(regrade_steps(made.folder, [], RewardSection(name="exact"), graders))
     assert (found.samples, found.flips, found.flip_percent) == (0, 0, 0.0)
     assert isinstance(step_rollouts(made.folder, 0), pa.Table)
+
+
+def test_regrading_waits_for_no_import_of_prefect_or_ray() -> None:
+    code = (
+        "import sys, milepost.flows.regrading as r; print([n for n in ('prefect', 'ray', 'torch') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

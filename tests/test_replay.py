@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from milepost.flows.replay import replay, step_range
+from milepost.flows.replay import replay
+from milepost.flows.step_range import step_range
 from milepost.flows.what_if import changed, what_if
 from milepost.storage.parameters import Parameters
 from milepost.storage.runs import RunFolder

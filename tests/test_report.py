@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from milepost.flows.report import lineage_links, write_report
+from milepost.flows.report_artifact import artifact_key, markdown
+from milepost.flows.report_delivery import report_at_end
 from milepost.flows.report_figures import figures
 from milepost.flows.report_samples import ends
 from milepost.flows.results import evaluations, finished
+from milepost.flows.tracker import Tracker
 from milepost.storage.ancestry import ancestry
 
 from .bench.made_run import MadeRun, make_run
@@ -64,3 +67,23 @@ def test_what_a_model_wrote_is_text_and_not_markup(made: MadeRun, monkeypatch: p
 
 def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
     assert "No step has finished." in page_of(make_run(str(tmp_path), 0))
+
+
+def test_a_run_has_a_key_of_its_own_in_prefect() -> None:
+    assert artifact_key("demo-1") == "report-demo-1"
+    keys = {artifact_key(run) for run in ("demo-1", "Demo-1", "demo.1", "demo_1")}
+    assert len(keys) == 4 and all(re.fullmatch("[a-z0-9-]+", key) for key in keys)
+
+
+def test_the_headline_of_a_run_needs_no_step(tmp_path: Path) -> None:
+    shown = markdown(make_run(str(tmp_path), 0).folder)
+    assert "| steps | 0 of 100 |" in shown and "No step with a reward has finished." in shown
+
+
+def test_a_report_that_cannot_be_made_does_not_take_the_place_of_how_a_run_ended(
+    made: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.table(1, "filter-r0-s000").unlink()
+    report_at_end(made.folder, Tracker(made.folder, "", None), "")
+    assert "the report of run 'made' was not written: " in (told := capsys.readouterr().err)
+    assert "filter-r0-s000" in told

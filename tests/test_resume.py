@@ -82,15 +82,15 @@ def test_flows_that_are_called_directly_refuse_a_name_too(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("command", ["train", "resume", "verify", "report", "sql"])
 def test_a_run_of_a_newer_milepost_is_refused_with_both_versions(ask: Ask, made: MadeRun, command: str) -> None:
-    rewrite(made.folder.record, schema_version=99, invented=1)
-    ask.refused(command, "made", "version 99", f"up to {runs.SCHEMA_VERSION}", "update milepost")
+    rewrite(made.folder.record, schema_version=99, reader="9.9.0", invented=1)
+    ask.refused(command, "made", "version 99", f"up to {runs.SCHEMA_VERSION}", "milepost>=9.9.0")
 
 
 @pytest.mark.parametrize("command", ["resume", "verify", "report", "sql"])
 def test_a_run_that_a_newer_milepost_went_on_with_is_refused(ask: Ask, made: MadeRun, command: str) -> None:
     attempt = attempts.begin(made.folder, made.parameters, steps=100)
-    rewrite(f"{made.folder.uri}/attempts/{attempt.number:06d}.json", schema_version=99, invented=1)
-    ask.refused(command, "made", "000002.json", "version 99", "update milepost")
+    rewrite(f"{made.folder.uri}/attempts/{attempt.number:06d}.json", schema_version=99, reader="9.9.0", invented=1)
+    ask.refused(command, "made", "000002.json", "version 99", "milepost>=9.9.0")
 
 
 def test_a_run_from_before_versions_were_written_goes_on(made: MadeRun) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from milepost.engines.cluster import EngineDied
 from milepost.engines.fleet import Fleet, connect_fleet, fleet
-from milepost.flows.iteration import Position, iteration
+from milepost.flows.iteration import iteration
 from milepost.flows.loop import recover
 from milepost.flows.start import Launched, begin_run
+from milepost.flows.step_context import Position
 from milepost.flows.supervision import Restarts, supervised
 from milepost.router.control import Rotation, rotation
 from milepost.storage import manifest, runs

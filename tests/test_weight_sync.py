@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from milepost.engines.fleet import Fleet
-from milepost.flows.iteration import Position, iteration
+from milepost.flows.iteration import iteration
 from milepost.flows.start import Launched, begin_run
+from milepost.flows.step_context import Position
 from milepost.storage import files, manifest, runs
 from milepost.storage.runs import RunFolder
 from milepost.tasks.sync import current_weights, push_weights

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The demo on three seeds takes a quarter of an hour: run it by itself.
-SLOW = {"bench_demo.py"}
+# They run the demo, three times for a quarter of an hour the one and once the other: run them by themselves.
+SLOW = {"bench_demo.py", "bench_regrade.py"}
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
 from milepost.flows import iteration as flow
 from milepost.flows.data import arithmetic_problems, write_prompts
-from milepost.flows.iteration import Collected, Position, StepContext, iteration, open_step
+from milepost.flows.iteration import Collected, Improved, iteration
 from milepost.flows.loop import recover
 from milepost.flows.recipe import load_recipe
 from milepost.flows.services import prefect_api
 from milepost.flows.start import Launched, begin_run
+from milepost.flows.step_context import Position, StepContext, open_step
 from milepost.storage import runs
 from milepost.storage.parameters import Parameters
 from milepost.storage.tables import TableRef
@@ -77,7 +78,7 @@ async def plain_step(root: str, run: str, step: int, start: Position) -> Positio
         engines=context.fleet.engines,
         router_url=context.fleet.router_url,
     )
-    flow.close(context, collected, optimized, synced)
+    flow.close(context, collected, Improved(optimized, synced))
     return Position(collected.cursor, synced.version)
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from made_run import MadeRun, add_step, begin_run
 
 from milepost.engines.local_graders import LocalGraders
-from milepost.flows.regrade import regrade_steps
+from milepost.flows.regrading import regrade_steps
 from milepost.flows.sample_view import stored_sample
 from milepost.flows.sql import query
 from milepost.storage import manifest

@@ -11,15 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import WeightVersion
+from milepost.flows.evaluate import evaluate
 from milepost.flows.recipe import load_recipe
 from milepost.flows.replay import replay
 from milepost.flows.sql import as_rows, query
 from milepost.flows.train import train
 from milepost.flows.what_if import what_if
 from milepost.storage import files, manifest, runs
-from milepost.storage.parameters import Parameters
+from milepost.storage.parameters import EvalSet, Parameters
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table
+from milepost.storage.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
 
@@ -125,3 +127,14 @@ def test_two_ranks_train_the_same_run(run: RunFolder, tmp_path: Path, model_dir:
     assert found.version_in == expected.version_in
     assert found.metrics["rollout/reward"] == expected.metrics["rollout/reward"]
     assert found.metrics["train/grad_norm"] == pytest.approx(expected.metrics["train/grad_norm"], rel=1e-3)
+
+
+def test_a_checkpoint_is_converted_for_its_evaluation_and_has_the_weights_it_names(run: RunFolder) -> None:
+    """The older one, whose exported folder is not the newest: its trainer reads it and writes a folder, once."""
+    held_out = [EvalSet(path=str(Path(run.uri).parent / "prompts.jsonl"), n_samples_per_prompt=2)]
+    root = str(Path(run.uri).parent)
+    found = asyncio.run(evaluate(checkpoint="real@1", run="scored", root=root, evals=held_out, compare="real@0"))
+    assert found["weights"] == manifest.load(run, 0).version_out
+    assert [pair["items"] for pair in found["compared"]["sets"]] == [8]
+    (export,) = Path(run.uri, "exports").iterdir()
+    assert (export / "config.json").is_file() and verify(runs.run_folder(root, "scored")).faults == []

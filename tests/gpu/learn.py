@@ -28,7 +28,7 @@ from milepost.storage import files, runs
 from milepost.storage.journal import StepStore
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import read_table
-from milepost.tasks.evaluate import Z_95, wilson
+from milepost.tasks.intervals import Z_95, wilson
 
 SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 SHOTS = 2

@@ -1,0 +1,106 @@
+"""Which weights somebody names: a model folder, a checkpoint's folder, or a run and how far it had come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from milepost.engines.model_source import PACKAGE
+from milepost.flows.plan import model_folder
+from milepost.flows.results import evaluations
+from milepost.flows.start import require_model
+from milepost.storage import attempts, checkpoints, files, runs
+from milepost.storage.begun import exported_from
+from milepost.storage.registry import nearest
+from milepost.storage.runs import RunFolder
+from milepost.storage.weight_version import WeightVersion
+
+FORMS = "give a Hugging Face folder, a checkpoint's folder, RUN@STEP, RUN@latest, RUN@best or package:NAME"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What somebody named. `model_dir` is the model that engines start with.
+
+    Weights of a run have its folder and, when it trained them, their version: they are loaded into the engines then.
+    """
+
+    label: str
+    model_dir: str
+    run: RunFolder | None = None
+    version: WeightVersion | None = None
+
+
+def find_weights(text: str, root: str) -> Weights:
+    """The weights called `text`; LookupError or ValueError says what there is instead."""
+    if not text.startswith(PACKAGE):
+        if files.exists(files.join(text or ".", checkpoints.MANIFEST)):
+            return _of_checkpoint(text)
+        if "@" in text and not files.exists(text):
+            name, _, which = text.rpartition("@")
+            return _of_run(runs.run_folder(root, name), which)
+        made = exported_from(Path(text).absolute())
+        if made and made[1] in checkpoints.complete(made[0], hashes=False):
+            return _of_run(made[0], str(made[1]))
+        if not files.exists(text):
+            raise LookupError(_missing(text, root))
+    return Weights(_stem(text), model_folder(text))
+
+
+def _stem(text: str) -> str:
+    return text.removeprefix(PACKAGE).rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+
+
+def _missing(text: str, root: str) -> str:
+    """A run of that name was meant, or one with nearly that name."""
+    names = [folder.run_id for folder in runs.run_folders(root)]
+    if text in names:
+        return f"{text!r} is a run and no checkpoint: say how far, as {text}@latest, {text}@best or {text}@STEP"
+    return f"checkpoint {text!r} does not exist{nearest(text, names)}{'' if nearest(text, names) else ':'} {FORMS}"
+
+
+def _of_checkpoint(uri: str) -> Weights:
+    """A checkpoint's folder, inside its run: how to read it is in the run's record."""
+    version = checkpoints.load_manifest(uri).version
+    place, _, name = (uri if "://" in uri else str(Path(uri).absolute())).rstrip("/").rpartition("/")
+    home = place.rpartition("/")[0]
+    folder = RunFolder(home, home.rpartition("/")[2])
+    if not files.exists(folder.record) or folder.checkpoint(version.step).rpartition("/")[2] != name:
+        raise ValueError(f"checkpoint {uri!r} is not inside its run, whose record it needs: give its place in the run")
+    return _of_run(folder, str(version.step))
+
+
+def _of_run(folder: RunFolder, which: str) -> Weights:
+    record = attempts.current(folder)
+    saved = checkpoints.complete(folder, hashes=False)
+    step = _step(folder, which, saved)
+    require_model(record)
+    label, model_dir = f"{folder.run_id}@{step}", str(record.model["folder"])
+    version = checkpoints.load_manifest(folder.checkpoint(step)).version if step else None
+    return Weights(label, model_dir, folder, version)
+
+
+def _step(folder: RunFolder, which: str, saved: Sequence[int]) -> int:
+    """How often the weights were trained; 0 is the model that the run began with."""
+    known = ", ".join(str(step) for step in (0, *saved))
+    if which in ("latest", "best") and not saved:
+        raise LookupError(f"run {folder.run_id!r} has no checkpoint yet: wait for one, or give {folder.run_id}@0")
+    if which == "latest":
+        return saved[-1]
+    if which == "best":
+        return best(folder, saved)
+    if not which.isdigit():
+        raise ValueError(f"{folder.run_id}@{which} names no step: give one of {known}, 'latest' or 'best'")
+    if int(which) not in (0, *saved):
+        raise LookupError(f"run {folder.run_id!r} has no checkpoint of step {which}: there are {known}")
+    return int(which)
+
+
+def best(folder: RunFolder, saved: Sequence[int]) -> int:
+    """The checkpoint with the highest held-out accuracy that the run has stored; of equal ones the earliest."""
+    found = [item for item in evaluations(folder) if item.step in saved and item.mean == item.mean]
+    if not found:
+        raise LookupError(
+            f"run {folder.run_id!r} has evaluated none of its checkpoints "
+            f"({', '.join(map(str, saved))}): set eval.every_steps, or give a step"
+        )
+    return max(found, key=lambda item: (item.mean, -item.step)).step

@@ -1,0 +1,66 @@
+"""A checkpoint as a folder that rollout engines load: made once, by its trainer, and kept in the run's workspace."""
+
+import asyncio
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from milepost.engines.protocols import WeightSource
+from milepost.flows.checkpoint import Weights
+from milepost.flows.progress import say
+from milepost.flows.replay import trainer_before
+from milepost.storage import attempts, files
+from milepost.storage.runs import RunFolder
+from milepost.storage.weight_version import WeightVersion
+from milepost.tasks.sync import current_weights
+
+
+class OtherWeights(RuntimeError):
+    """A checkpoint gave other weights than it names."""
+
+
+def kept_export(folder: RunFolder, version: WeightVersion) -> str:
+    """Where the exported weights of a version are kept; the digest is in the name, so a stale one is never found."""
+    return files.join(folder.workspace, "exports", f"{version.step:06d}-{version.digest[:12]}")
+
+
+async def exported_weights(weights: Weights) -> WeightSource | None:
+    """What engines are to load beside the model that they start with; None when that is all."""
+    if weights.run is None or weights.version is None:
+        return None
+    source = WeightSource(kept_export(weights.run, weights.version), weights.version)
+    if not files.exists(source.uri) and not _linked(weights.run, source):
+        await _convert(weights.run, source)
+    return source
+
+
+def _linked(folder: RunFolder, source: WeightSource) -> bool:
+    """Keep what the run exported of just these weights, if it is still there: it is removed as the run goes on."""
+    current = current_weights(folder)
+    if current is None or current.version != source.version or current.base is not None:
+        return False
+    target = Path(source.uri)
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(current.uri, temporary, copy_function=os.link)
+        os.rename(temporary, target)
+    except (OSError, shutil.Error):  # removed meanwhile, or a file system without links
+        return target.exists()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return True
+
+
+async def _convert(folder: RunFolder, source: WeightSource) -> None:
+    """Have the run's trainer, started for this alone, read the checkpoint and write its weights."""
+    step = source.version.step
+    say(f"checkpoint {folder.run_id}@{step} is converted once, to {source.uri}")
+    record = attempts.current(folder)
+    async with trainer_before(folder, record, step, f"{folder.run_id}-export-{uuid.uuid4().hex[:8]}") as trainer:
+        assert trainer is not None  # a run that saved a checkpoint trains
+        found = await asyncio.to_thread(trainer.weights, source.uri, step)
+    if found.version != source.version:
+        files.remove_folder(source.uri)
+        raise OtherWeights(f"checkpoint {folder.run_id}@{step} gives weights {found.version}, not {source.version}")

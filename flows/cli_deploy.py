@@ -1,0 +1,42 @@
+"""`milepost deploy`: what the pages of a Prefect server offer to run, and the worker that runs it."""
+
+from typing import Annotated
+
+import typer
+
+from milepost.flows.cli_options import Root
+from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
+
+deploy_app = typer.Typer(rich_markup_mode=None)
+
+DEFAULT_RECIPES = ["smollm2-chain-sum"]
+
+
+@deploy_app.command()
+def deploy(
+    pool: Annotated[str, typer.Option(help="Work pool, made when it is not there.")] = "milepost",
+    root: Root = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Recipe whose form is filled in, a file or a shipped one; repeatable.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Flow runs at a time (default: 8, or as it was).")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="GPUs, or cores, that runs take turns by (default: all, or as it was).")
+    ] = None,
+    worker: Annotated[bool, typer.Option(help="Run what is asked for until Ctrl-C; what runs then is stopped.")] = True,
+) -> None:
+    """Offer train, resume, replay and the rest on the pages of the Prefect server, and run what is asked for there.
+
+    Paths in forms start from the current directory.
+    """
+    from milepost.flows.deploy import deploy as register
+    from milepost.flows.services import prefect_api
+    from milepost.flows.worker import work
+
+    with prefect_api(own=False) as url:
+        made = register(pool, absolute_root(root or DEFAULT_ROOT), recipe or DEFAULT_RECIPES, runs=runs, slots=slots)
+    for name, id in made.items():
+        print(f"{name:28} {url.removesuffix('/api')}/deployments/deployment/{id}/run")
+    if worker:
+        raise typer.Exit(work(pool, url))
+    print(f"nothing runs it yet: `milepost deploy --pool {pool}` starts a worker")

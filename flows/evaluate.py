@@ -1,0 +1,115 @@
+"""The flow `evaluate`: weights scored on data sets, by engines of their own, and compared with others."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from prefect import flow
+from pydantic import Field
+
+from milepost.flows import crashed
+from milepost.flows.checkpoint import Weights
+from milepost.flows.engine_slots import engine_slots
+from milepost.flows.evaluation import open_evaluation, run_evaluation
+from milepost.flows.evaluation_report import write_evaluation_report
+from milepost.flows.evaluation_request import EvaluationPlan, plan_baseline, plan_evaluation
+from milepost.flows.evaluation_results import compare as compare_with
+from milepost.flows.evaluation_results import regressions, summary
+from milepost.flows.outcome import recorded
+from milepost.flows.progress import say
+from milepost.flows.recipe import absolute_root
+from milepost.flows.run_name import made_name
+from milepost.flows.run_status import resume_command
+from milepost.flows.start import Launched
+from milepost.storage import attempts, manifest, runs
+from milepost.storage.evaluated import evaluated
+from milepost.storage.lease import hold
+from milepost.storage.parameters import EvalSet
+from milepost.storage.runs import RunFolder
+from milepost.storage.weight_version import WeightVersion
+
+
+class Regressed(RuntimeError):
+    """A score fell by more than it may. `found` is all that the evaluation came to."""
+
+    def __init__(self, message: str, found: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+def stored_weights(folder: RunFolder) -> Weights:
+    """What an evaluation was begun with."""
+    record = attempts.current(folder)
+    of = evaluated(record)
+    if of is None:
+        raise ValueError(
+            f"{folder.run_id!r} is a run and no evaluation: `milepost resume {folder.run_id}` goes on with it"
+        )
+    model_dir = str(record.model["folder"])
+    if not of.version:
+        return Weights(of.label, model_dir)
+    home = of.place.rpartition("/checkpoints/")[0]
+    return Weights(of.label, model_dir, RunFolder(home, of.run), WeightVersion.parse(of.version))
+
+
+async def _work_on(folder: RunFolder, root: str, plan: EvaluationPlan | None) -> None:
+    """Begin the evaluation, or go on with it, while this process alone holds it."""
+    with hold(folder) as lease:
+        await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, resume_command(folder, root))
+        await asyncio.to_thread(crashed.mark_superseded, folder.uri, lease.fence)
+        if plan is None:
+            weights = stored_weights(folder)
+            launched = Launched(root, folder, attempts.current(folder), lease.fence)
+        else:
+            weights = plan.weights
+            launched = await asyncio.to_thread(open_evaluation, plan, folder, fence=lease.fence)
+        if manifest.finished_steps(folder):
+            say(f"evaluation {folder.run_id} is finished: nothing is generated again")
+        async with engine_slots(launched.parameters):
+            await run_evaluation(launched, weights)
+
+
+@flow(name="evaluate", flow_run_name="evaluate {checkpoint} {run}", retries=0)
+@recorded
+async def evaluate(
+    checkpoint: str,
+    run: str = "",
+    root: str = "runs",
+    evals: Sequence[EvalSet] = (),
+    compare: str = "",
+    max_drop: Annotated[float, Field(ge=0)] | None = None,
+    config: str = "",
+    overrides: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Score a checkpoint on held-out data sets, and fail when it is worse than another one by more than it may be.
+
+    Args:
+        checkpoint: A Hugging Face folder, a checkpoint's folder, RUN@STEP, RUN@latest, RUN@best or package:NAME; empty
+            to go on with the evaluation called `run`.
+        run: Name of the evaluation: a folder under root; made when empty.
+        root: Folder of all runs.
+        evals: Data sets, each with sampling and reward of its own; when empty those of the recipe or the checkpoint's
+            run.
+        compare: Another checkpoint, or the name of an earlier evaluation, to compare with prompt by prompt.
+        max_drop: Fail when a mean score is lower than there by more than this, and the paired test gives p < 0.05.
+        config: Recipe with what differs from the checkpoint's run.
+        overrides: Values that differ, as section.field=value.
+    """
+    root = absolute_root(root)
+    run = run or made_name()
+    folder = runs.run_folder(root, run)
+    plan = (
+        plan_evaluation(checkpoint, run, root, sets=evals, config=config, overrides=overrides) if checkpoint else None
+    )
+    sets = plan.parameters.eval.sets if plan else attempts.current(folder).parameters.eval.sets
+    baseline = plan_baseline(compare, run, root, sets, config=config, overrides=overrides) if compare else None
+    await _work_on(folder, root, plan)
+    if baseline and baseline.plan:
+        await _work_on(baseline.folder, root, baseline.plan)
+    compared = compare_with(folder, baseline.folder) if baseline else None
+    write_evaluation_report(folder)
+    found = summary(folder, compared)
+    fallen = [] if max_drop is None else regressions(found["compared"], max_drop)
+    if fallen:
+        raise Regressed(f"{'; '.join(fallen)}: more than {max_drop:g} may", found)
+    return found

@@ -1,0 +1,100 @@
+"""Every number that follows from the parameters of a run, by name, in the order people read them."""
+
+from milepost.engines.memory_plan import BYTES, engine_weights, trainer_memory
+from milepost.engines.model_layout import parameter_count
+from milepost.flows.plan import RunPlan
+from milepost.storage.parameters import Parameters
+from milepost.storage.redaction import masked_text
+
+GIB = 1024**3
+
+Numbers = dict[str, str | int | float]
+
+
+def describe(plan: RunPlan) -> Numbers:
+    """Of the stages that the run makes; what it takes from another, and what it leaves out, is said instead."""
+    course = plan.course
+    return {
+        "run": plan.run,
+        "steps": plan.steps,
+        "model": masked_text(plan.parameters.model.path),
+        "parameters": parameter_count(plan.model_config),
+        **(_parent(plan) if plan.parent else {}),
+        **_prompts(plan),
+        **_sizes(plan),
+        **(_training(plan) if course.trains else {"trained": "nothing: engines.train is none"}),
+        **(_rollout(plan) if course.makes("generate") else {"rollout engines": 0}),
+    }
+
+
+def _parent(plan: RunPlan) -> Numbers:
+    assert plan.parent
+    begin = plan.parent.begin
+    return {
+        f"taken from {plan.parent.run}": f"{', '.join(plan.course.taken)} of steps {begin} to {begin + plan.steps - 1}"
+    }
+
+
+def _prompts(plan: RunPlan) -> Numbers:
+    prompts = plan.prompts
+    lengths = [len(prompt) for prompt in prompts.table["prompt_token_ids"].to_pylist()]
+    return {
+        "prompts": len(lengths),
+        "prompts set aside (too long)": prompts.too_long,
+        "share set aside": round(prompts.too_long_share, 4),
+        "prompts quarantined": prompts.bad_lines,
+        "prompts repeated": prompts.duplicates,
+        "longest prompt (tokens)": max(lengths),
+    }
+
+
+def _sizes(plan: RunPlan) -> Numbers:
+    batch, parameters = plan.batch, plan.parameters
+    knobs: Numbers = {
+        "rollout_batch_size": batch.rollout_batch_size,
+        "n_samples_per_prompt": batch.n_samples_per_prompt,
+    }
+    if plan.course.trains:
+        knobs |= {
+            "global_batch_size": batch.global_batch_size,
+            "num_steps_per_rollout": batch.num_steps_per_rollout,
+        }
+    return knobs | {
+        "samples a step": batch.samples_per_step,
+        "response tokens a step (at most)": batch.samples_per_step * parameters.rollout.max_new_tokens,
+        "epochs": round(plan.steps * batch.rollout_batch_size / len(plan.prompts), 3),
+        "shards a step": min(parameters.rollout.shards, batch.rollout_batch_size),
+    }
+
+
+def _training(plan: RunPlan) -> Numbers:
+    parameters, model = plan.parameters, plan.parameters.model
+    count = parameter_count(plan.model_config)
+    state = _state_bytes(parameters, count)
+    return {
+        "optimizer steps": plan.steps * plan.batch.num_steps_per_rollout,
+        "trainer ranks": model.tensor_parallel * model.pipeline_parallel * model.data_parallel,
+        "trainer state (GiB, all ranks)": round(state / GIB, 3),
+        "trainer memory on a GPU (GiB, about)": round(trainer_memory(plan.model_config, parameters).total / GIB, 1),
+        "logits of a micro-batch (GiB, float32)": round(_logits_bytes(plan) / GIB, 3),
+        "checkpoint (GiB)": round((state - 4 * count) / GIB, 3),
+    }
+
+
+def _rollout(plan: RunPlan) -> Numbers:
+    return {
+        "rollout engines": plan.parameters.engines.rollout_engines,
+        "rollout engine weights on a GPU (GiB)": round(engine_weights(plan.model_config, plan.parameters) / GIB, 3),
+    }
+
+
+def _state_bytes(parameters: Parameters, count: int) -> int:
+    """Weights, float32 gradients, float32 main weights where they differ, and Adam's two moments."""
+    weights = BYTES[parameters.perf.dtype]
+    main = 0 if parameters.perf.dtype == "float32" else 4
+    return count * (weights + 4 + main + 8)
+
+
+def _logits_bytes(plan: RunPlan) -> int:
+    vocabulary = int(plan.model_config["vocab_size"]) // plan.parameters.model.tensor_parallel
+    return 4 * vocabulary * plan.parameters.perf.max_tokens_per_micro_batch

@@ -1,0 +1,138 @@
+"""`milepost purge`: prompts taken out of stored runs, with everything that tells what they said."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from milepost.flows.report_delivery import report_now
+from milepost.storage import attempts, files, purge, purges, runs
+from milepost.storage.lease import hold
+from milepost.storage.purge import Finding
+from milepost.storage.registry import nearest
+from milepost.storage.runs import RunFolder
+from milepost.tasks.recover import needed_tables
+
+
+@dataclass(frozen=True)
+class Purged:
+    """What a purge did, or would do, in one run.
+
+    `sources` are the files that the run's prompts were read from, `left` the files of the run that are no tables and
+    have the words of a prompt even now.
+    """
+
+    run: str
+    prompts: list[str]
+    tables: list[str] = field(default_factory=list)
+    rows: int = 0
+    sources: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def holders(folders: Iterable[RunFolder], prompts: Collection[str]) -> dict[RunFolder, set[str]]:
+    """The runs that have some of the prompts, and which. LookupError for a prompt that none of them has."""
+    known = {folder: purge.prompt_ids(folder) for folder in folders}
+    every = set().union(*known.values())
+    if lacking := [prompt for prompt in prompts if prompt not in every]:
+        names = ", ".join(folder.run_id for folder in known)
+        raise LookupError(f"no prompt {lacking[0]!r} in {names}{nearest(lacking[0], sorted(every))}")
+    return {folder: found for folder, ids in known.items() if (found := ids.intersection(prompts))}
+
+
+def others_with(root: str, done: Collection[RunFolder], prompts: Collection[str]) -> list[str]:
+    """Runs of `root` that are not `done` and still tell what one of the prompts says."""
+    beside = [folder for folder in runs.run_folders(root) if folder not in done]
+    left = {folder: set(prompts) - purges.purged_prompts(folder.uri).keys() for folder in beside}
+    return [folder.run_id for folder, ids in left.items() if ids and ids & purge.prompt_ids(folder)]
+
+
+def purge_runs(
+    root: str, chosen: Mapping[RunFolder, Collection[str]], *, reason: str, force: bool, dry_run: bool
+) -> list[Purged]:
+    """`purge_run` for each; nothing is purged when one of them is refused."""
+    if not force:
+        for folder, prompts in chosen.items():
+            _require_not_needed(folder, _find(folder, prompts))
+    return [
+        purge_run(root, folder, prompts, reason=reason, force=force, dry_run=dry_run)
+        for folder, prompts in chosen.items()
+    ]
+
+
+def purge_run(
+    root: str,
+    folder: RunFolder,
+    prompts: Collection[str],
+    *,
+    reason: str = "",
+    force: bool = False,
+    dry_run: bool = False,
+) -> Purged:
+    """Replace what a run has of `prompts` by tombstones; one that was killed half-way is finished with it.
+
+    LeaseHeld while somebody works on the run. Unless with `force`, what the run needs to go on is not taken from it.
+    """
+    if dry_run:
+        return _purged(folder, _find(folder, prompts))
+    with hold(folder):
+        found = _find(folder, prompts)
+        if not force:
+            _require_not_needed(folder, found)
+        if found.tables:
+            purges.publish(folder.uri, found.prompts, found.tables, reason=reason)
+        words = purge.words(folder, found)
+        purge.clean_quarantine(folder, words)
+        purge.replace_tables(folder, found)
+        purge.remove_leftovers(folder)
+    if files.exists(folder.report):
+        report_now(root, folder.run_id)
+    purges.finish(folder.uri)
+    return replace(_purged(folder, found), left=purge.files_with(folder, words))
+
+
+def _find(folder: RunFolder, prompts: Collection[str]) -> Finding:
+    begun = {prompt for killed in purges.unfinished(folder.uri) for prompt in killed.prompts}
+    return purge.find(folder, {*prompts, *begun})
+
+
+def _require_not_needed(folder: RunFolder, found: Finding) -> None:
+    """ValueError names the first step whose stored tables the run would need to go on."""
+    trains = attempts.current(folder).parameters.engines.train != "none"
+    needed = {purges.run_and_file(ref.uri)[1] for ref in needed_tables(folder, trained=trains)}
+    steps = sorted({table.file.split("/")[1] for table in found.tables if table.file in needed})
+    if steps:
+        raise ValueError(
+            f"run {folder.run_id!r} needs what step {int(steps[0])} has of these prompts to go on, because no "
+            f"checkpoint after it is stored: `milepost resume {folder.run_id}` until one is, or give --force to end it"
+        )
+
+
+def _purged(folder: RunFolder, found: Finding) -> Purged:
+    return Purged(
+        run=folder.run_id,
+        prompts=sorted(found.prompts),
+        tables=[table.file for table in found.tables],
+        rows=sum(table.rows for table in found.tables),
+        sources=_sources(folder),
+    )
+
+
+def _sources(folder: RunFolder) -> list[str]:
+    data = attempts.current(folder).parameters.data.model_dump(mode="json")
+    return [data["path"]] if data["path"] else []
+
+
+def show(found: list[Purged], others: list[str], *, dry_run: bool) -> None:
+    """A line a run, and what is left for a person to do."""
+    for one in found:
+        did = "would replace" if dry_run else "replaced"
+        print(f"{one.run}: {did} {one.rows} rows in {len(one.tables)} tables by tombstones")
+        for uri in one.left:
+            print(f"not touched: {uri} has the words of a prompt, remove it if you do not need it")
+    for path in dict.fromkeys(path for one in found for path in one.sources):
+        print(f"not touched: {path} is yours, remove the rows there")
+    if others:
+        print(f"not touched: one of these prompts is in {', '.join(others)} too, name them by --runs PATTERN")
+
+
+def as_json(found: list[Purged], others: list[str], *, dry_run: bool) -> dict[str, object]:
+    return {"dry_run": dry_run, "runs": [asdict(one) for one in found], "others": others}

@@ -1,0 +1,125 @@
+"""What the page of a flow run shows of its run while it goes on: progress, last steps, reward and samples.
+
+A thread reads the run's folder, as anybody could, every few seconds, and changes the same artifacts in place. No step
+waits for it, and a run whose Prefect is gone goes on; what is missed is shown when it answers again.
+"""
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.flows.artifacts import Artifact, Artifacts
+from milepost.flows.curve import FigureData, Series, svg_figure
+from milepost.flows.polling import polled
+from milepost.flows.results import Evaluation, evaluations
+from milepost.flows.run_status import resume_command, step_seconds
+from milepost.flows.step_rows import duration, figure, step_rows, thinned
+from milepost.storage import files, manifest
+from milepost.storage.manifest import StepManifest
+from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef, read_table
+
+POLL_SECONDS = 5.0
+SHOWN_STEPS = 20
+CURVE_POINTS = 200
+SHOWN_SAMPLES = 4  # of each kind
+EXCERPT = 160  # characters of a response
+
+
+@dataclass
+class RunPage:
+    """The page of one flow run, and the steps that it knows of."""
+
+    folder: RunFolder
+    root: str
+    steps: int
+    artifacts: Artifacts
+    _closed: list[StepManifest] = field(default_factory=list)
+
+    def update(self) -> None:
+        """Read the steps that have been finished since, and show how the run stands."""
+        if not self._closed:
+            picture([0.0], [])  # imports what draws while engines start, and not during the first steps
+        while files.exists(self.folder.manifest(len(self._closed))):
+            self._closed.append(manifest.load(self.folder, len(self._closed)))
+        found = evaluations(self.folder)
+        shown = [self._progress(), *self._last_steps(found), *self._reward(found), *self._samples()]
+        self.artifacts.show(shown)
+
+    def _progress(self) -> Artifact:
+        done = len(self._closed)
+        seconds = step_seconds(self.folder, done) if done < self.steps else None
+        eta = f", {duration(seconds * (self.steps - done))} to go" if seconds is not None else ""
+        about = f"{done} of {self.steps} steps{eta}; if it stops: `{resume_command(self.folder, self.root)}`"
+        return Artifact("progress", "progress", round(100 * min(1.0, done / max(1, self.steps)), 1), about)
+
+    def _last_steps(self, found: list[Evaluation]) -> Iterator[Artifact]:
+        if self._closed:
+            rows = step_rows(self._closed[-SHOWN_STEPS:], found)
+            told = ", ".join(f"{name} {value}" for name, value in rows[0].items() if value)
+            yield Artifact("steps", "table", json.dumps(rows), told)
+
+    def _reward(self, found: list[Evaluation]) -> Iterator[Artifact]:
+        rewards = [step.metrics["rollout/reward"] for step in self._closed if "rollout/reward" in step.metrics]
+        if not rewards:
+            return
+        uri = f"data:image/svg+xml;base64,{base64.b64encode(picture(rewards, found).encode()).decode()}"
+        text = f"![reward by step]({uri})\n\nThe report of the run is written at its end: `{self.folder.report}`"
+        about = f"mean reward: first {figure(rewards[0])}, last {figure(rewards[-1])}"
+        yield Artifact("reward", "markdown", text, about)
+
+    def _samples(self) -> Iterator[Artifact]:
+        if self._closed and (rows := ends(self.folder, self.root, self._closed[-1])):
+            about = f"of step {self._closed[-1].step}: the worst and the best"
+            yield Artifact("samples", "table", json.dumps(rows), about)
+
+
+def picture(rewards: list[float], found: list[Evaluation]) -> str:
+    """Reward and held-out accuracy over steps, as SVG on white: the page behind an image may be dark."""
+    drawn = thinned(rewards, CURVE_POINTS)
+    steps = [round(index * len(rewards) / len(drawn)) for index in range(len(drawn))]
+    lines = [Series("reward", steps, drawn)]
+    if found:
+        lines.append(Series("held-out accuracy", [item.step for item in found], [item.mean for item in found]))
+    svg = svg_figure(FigureData("reward", lines))
+    return svg.replace("<svg ", '<svg style="background:white" ', 1)
+
+
+def ends(folder: RunFolder, root: str, closed: StepManifest) -> list[dict[str, Any]]:
+    """The worst and the best samples of a step, with the beginning of each response and how to see all of it."""
+    wanted = ["sample_id", "reward", "status", "response"]
+    tables = [
+        ref for entry in closed.commits if entry["slot"].startswith("filter-") for ref in entry["tables"].values()
+    ]
+    rows = [row for ref in tables for row in read_table(TableRef(**ref)).select(wanted).to_pylist()]
+    scored = sorted(
+        (row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], row["sample_id"])
+    )
+    count = min(SHOWN_SAMPLES, len(scored) // 2)
+    chosen = [("worst", row) for row in scored[:count]] + [
+        ("best", row) for row in reversed(scored[len(scored) - count :])
+    ]
+    return [
+        {
+            "kind": kind,
+            "reward": figure(row["reward"]),
+            "status": row["status"],
+            "response": row["response"][:EXCERPT],
+            "see it": f"milepost show {folder.run_id} --sample {row['sample_id']} --root {root}",
+        }
+        for kind, row in chosen
+    ]
+
+
+@contextmanager
+def shown(folder: RunFolder, root: str, *, steps: int, flow_run_id: str) -> Iterator[None]:
+    """Inside, the page of this flow run follows the run; nothing where there is no flow run."""
+    if not flow_run_id:
+        yield
+        return
+    page = RunPage(folder, root, steps, Artifacts(folder.run_id, flow_run_id))
+    with polled(page.update, POLL_SECONDS):
+        yield

@@ -1,0 +1,106 @@
+"""What every stage of a step is given: the run as it is recorded, its running engines, and where the run stands."""
+
+from dataclasses import dataclass, replace
+
+from milepost.engines.fleet import Fleet, connect_fleet
+from milepost.engines.protocols import WeightVersion
+from milepost.engines.train_actors import TrainActors
+from milepost.flows.deadline import Deadlines, longest_stages
+from milepost.storage import attempts, runs
+from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.storage.journal import Slot, StepStore
+from milepost.storage.parameters import Parameters
+from milepost.storage.parent import course_of
+from milepost.storage.prompt_order import Cursor
+from milepost.storage.runs import RunFolder, RunRecord
+from milepost.storage.stages import Course, Stage
+from milepost.storage.tables import TableRef
+from milepost.tasks.generate import Sampling, sampling_params
+from milepost.tasks.sample import PromptOrder
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands before a step: the next prompt, and the weights that trainer and engines hold.
+
+    `fence` is the number of the claim that the run is worked on under; 0 without a lease.
+    """
+
+    cursor: Cursor
+    version: WeightVersion
+    fence: int = 0
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every stage of a step needs. `taken` are the slots whose tables come from another run."""
+
+    folder: RunFolder
+    store: StepStore
+    record: RunRecord
+    plan: BatchPlan
+    order: PromptOrder
+    fleet: Fleet
+    version: WeightVersion
+    deadlines: Deadlines
+    taken: tuple[Slot, ...] = ()
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.record.parameters
+
+    @property
+    def course(self) -> Course:
+        return course_of(self.record)
+
+    @property
+    def trainer(self) -> TrainActors:
+        """Of a run that trains."""
+        assert self.fleet.trainer is not None
+        return self.fleet.trainer
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of sampling that the step may take; where prompts are taken, those that there are."""
+        return self._taken("sample") or self.parameters.filter.max_rounds
+
+    def shards(self, prompts: TableRef, round_: int) -> int:
+        return self._taken("generate", round_) or min(self.parameters.rollout.shards, prompts.rows)
+
+    def _taken(self, stage: Stage, round_: int | None = None) -> int:
+        return sum(slot.stage == stage and round_ in (None, slot.round) for slot in self.taken)
+
+    @property
+    def sampling(self) -> Sampling:
+        parameters = self.parameters
+        return Sampling(
+            function=parameters.rollout.function,
+            params=sampling_params(parameters.rollout),
+            n_samples_per_prompt=self.plan.n_samples_per_prompt,
+            context_length=parameters.model.context_length,
+            seed=parameters.data.seed,
+        )
+
+
+def open_step(
+    root: str, run: str, step: int, version: WeightVersion, fence: int = 0, parameters: Parameters | None = None
+) -> StepContext:
+    """The context of a step, from the run's own record and its running engines.
+
+    `parameters` are those of the record with their secrets, which no record has.
+    """
+    folder = runs.run_folder(root, run)
+    record = attempts.current(folder)
+    record = replace(record, parameters=(parameters or record.parameters).resolved(going_on=True))
+    return StepContext(
+        folder=folder,
+        store=StepStore(folder.step(step), run, step, fence),
+        record=record,
+        plan=batch_plan(record.parameters),
+        order=PromptOrder(
+            TableRef(**record.data["prompts"]), record.parameters.data.seed, record.parameters.data.shuffle
+        ),
+        fleet=connect_fleet(run, record.parameters, course_of(record)),
+        version=version,
+        deadlines=Deadlines(record.parameters.engines, longest_stages(folder, step)),
+    )

@@ -1,0 +1,153 @@
+"""How runs stand, read from folders: states by the lease, tables and details, and what is said of bad ones."""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from milepost.flows.log_view import chosen
+from milepost.flows.run_detail import run_detail, stage_progress
+from milepost.flows.run_logs import logged
+from milepost.flows.run_status import RunStatus, all_statuses, finished_count, run_status
+from milepost.flows.status_view import detail_view, status_table
+from milepost.storage import attempts, files, lease
+from milepost.storage.journal import Slot, StepStore
+from milepost.storage.lease import hold
+from milepost.storage.process_logs import log_handler
+
+from .bench.made_run import MadeRun, add_step, begin_run
+from .test_cli import milepost, refused
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> MadeRun:
+    run = begin_run(str(tmp_path))
+    for step in range(3):
+        add_step(run, step)
+    return run
+
+
+def planned(made: MadeRun, steps: int) -> None:
+    attempts.begin(made.folder, made.parameters, steps=steps)
+
+
+def test_a_run_that_nobody_works_on_is_stopped_or_finished(made: MadeRun) -> None:
+    assert run_status(made.folder).state == "stopped"
+    planned(made, 3)
+    found = run_status(made.folder)
+    assert (found.state, found.done, found.steps) == ("finished", 3, 3)
+    assert found.committed_at is not None and abs(found.committed_at - time.time()) < 60
+
+
+def test_a_run_that_is_held_is_running_and_has_an_end_in_sight(made: MadeRun) -> None:
+    with hold(made.folder):
+        found = run_status(made.folder)
+        assert found.state == "running" and found.step_seconds is not None
+        assert found.eta_seconds == pytest.approx(97 * found.step_seconds)
+    assert run_status(made.folder).state == "stopped"
+
+
+def test_a_run_whose_owner_is_silent_has_crashed(made: MadeRun) -> None:
+    with hold(made.folder) as held:
+        held._stopped.set()
+        beat = files.join(made.folder.uri, "lease", f"{held.fence:06d}.beat")
+        files.publish_json(beat, {"time": time.time() - 2 * lease.EXPIRY_SECONDS}, overwrite=True)
+        assert run_status(made.folder).state == "crashed"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9])
+def test_finished_steps_are_counted_without_looking_at_each(tmp_path: Path, count: int) -> None:
+    made = begin_run(str(tmp_path))
+    for step in range(count):
+        files.publish(made.folder.manifest(step), b"{}")
+    assert finished_count(made.folder) == count
+
+
+def test_one_bad_run_hides_no_other(made: MadeRun, tmp_path: Path) -> None:
+    record = json.loads(Path(made.folder.record).read_text())
+    for name, text in (("newer", json.dumps(record | {"schema_version": 99})), ("torn", '{"steps": ')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    (tmp_path / "no-run").mkdir()
+    found = {status.run: status for status in all_statuses(str(tmp_path))}
+    assert {name: status.state for name, status in found.items()} == {
+        "made": "stopped",
+        "newer": "unreadable",
+        "torn": "unreadable",
+    }
+    assert "schema version 99" in found["newer"].problem
+    assert status_table(list(found.values()))
+
+
+def test_the_open_step_tells_how_far_each_stage_is(made: MadeRun) -> None:
+    store = StepStore(made.folder.step(3), "made", 3)
+    for slot in (Slot("sample"), Slot("generate", 0, 0), Slot("generate", 0, 1), Slot("score", 0, 1)):
+        store.commit(slot, store.key(slot, [], {}), {}, started=time.monotonic())
+    found = stage_progress(made.folder, 3, 2)
+    assert found["sample"] == (1, 1) and found["generate"] == (2, 2) and found["score"] == (1, 2)
+    assert found["filter"] == (0, 2) and found["optimize"] == (0, 1)
+    assert run_detail(made.folder, "root").stages == found
+
+
+def test_a_run_in_detail_has_its_steps_and_says_how_to_go_on(made: MadeRun, tmp_path: Path) -> None:
+    found = run_detail(made.folder, str(tmp_path))
+    assert [row["step"] for row in found.rows] == ["2", "1", "0"]
+    assert found.places["go on with"] == f"milepost resume made --root {tmp_path}"
+    told = json.loads(json.dumps(found.as_json()))
+    assert told["done"] == 3 and [step["step"] for step in told["last_steps"]] == [0, 1, 2]
+    assert detail_view(found)
+
+
+def test_logs_are_chosen_by_level_and_process(made: MadeRun) -> None:
+    for name in ("train-0", "router"):
+        handler = log_handler(f"{made.folder.logs}/{name}.log")
+        log = logging.Logger("milepost.tests")
+        log.addHandler(handler)
+        log.info("well")
+        log.warning("unwell")
+        handler.close()
+
+    def messages(**wanted: str) -> list[str]:
+        asked = {"process": "", "level": "info"} | wanted
+        return [entry.message for entry in chosen(made.folder, follow=False, **asked)]
+
+    assert sorted(messages()) == ["unwell", "unwell", "well", "well"]
+    assert messages(process="router", level="warning") == ["unwell"]
+    with pytest.raises(LookupError, match="'rooter' has logged, did you mean 'router'"):
+        messages(process="rooter")
+    with pytest.raises(ValueError, match="level 'loud' is none of debug, info, warning, error"):
+        messages(level="loud")
+
+
+def test_following_a_run_that_has_ended_ends(made: MadeRun) -> None:
+    assert list(chosen(made.folder, process="", level="info", follow=True)) == []
+
+
+def test_a_status_without_a_run_is_refused_in_a_sentence(made: MadeRun, tmp_path: Path) -> None:
+    refused(milepost("status", "maid", "--root", str(tmp_path)), "no run 'maid'", "did you mean 'made'?")
+    refused(milepost("logs", "made", "--root", str(tmp_path)), "no process of run 'made' has logged")
+    refused(milepost("status", "--root", made.folder.record), "run.json is no folder", "--root")
+    refused(milepost("status", "-w", "--json"), "give one of them")
+
+
+def test_an_empty_root_is_no_mistake(tmp_path: Path) -> None:
+    done = milepost("status", "--root", str(tmp_path))
+    assert done.returncode == 0 and "`milepost train` starts one" in done.stdout.replace("\n", " ")
+    assert json.loads(milepost("status", "--root", str(tmp_path), "--json").stdout) == {"runs": []}
+
+
+def test_an_eta_is_only_for_a_run_that_goes_on() -> None:
+    assert RunStatus("r", "running", 1, 3, step_seconds=2.0).eta_seconds == 4.0
+    assert RunStatus("r", "stopped", 1, 3, step_seconds=2.0).eta_seconds is None
+
+
+def test_what_ends_a_run_is_the_last_that_its_log_has(made: MadeRun) -> None:
+    with pytest.raises(ValueError, match="no such weights"), logged(made.folder, ""):
+        raise ValueError("no such weights")
+    (last,) = chosen(made.folder, process="flow", level="error", follow=False)
+    assert "the run stops" in last.message and "no such weights" in last.message
+    with logged(made.folder, ""):
+        assert logging.getLogger("milepost").level == logging.INFO
+    assert logging.getLogger("milepost").level == logging.NOTSET
