@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
+from milepost.engines.chat_masks import assistant_spans, marks_assistant, token_mask
 from milepost.storage import files
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -45,9 +47,32 @@ class Tokenizer:
             messages = [{"role": "user", "content": messages}]
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template to render messages with: give prompts as strings")
-        text = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        ids: list[int] = self._backend.encode(self._render_text(messages, True), add_special_tokens=False)
         return ids
+
+    def dialogue(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """Ids of a whole dialogue, and 1 for each that the assistant says; ValueError when these cannot be told."""
+        if not self.has_chat_template:
+            raise ValueError("the tokenizer has no chat template to render messages with: give prompt and response")
+        if not self._backend.is_fast:
+            raise ValueError("the tokenizer cannot tell which text a token is of: give a folder with a tokenizer.json")
+        try:
+            if marks_assistant(self._backend.get_chat_template()):
+                found = self._backend.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                )
+                return list(found["input_ids"]), list(found["assistant_masks"])
+            spans = assistant_spans(self._render_text, messages)
+            text = self._render_text(messages, False)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses it: {error}") from None
+        encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = encoded["input_ids"]
+        return ids, token_mask(ids, encoded["offset_mapping"], spans, self.eos_ids)
+
+    def _render_text(self, messages: list[dict[str, Any]], asks: bool) -> str:
+        text: str = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        return text
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text)

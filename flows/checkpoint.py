@@ -1,12 +1,11 @@
 """Which weights somebody names: a model folder, a checkpoint's folder, or a run and how far it had come."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from milepost.engines.model_source import PACKAGE
+from milepost.flows.best import saved_step
 from milepost.flows.plan import model_folder
-from milepost.flows.results import evaluations
 from milepost.flows.start import require_model
 from milepost.storage import attempts, checkpoints, files, runs
 from milepost.storage.begun import exported_from
@@ -72,35 +71,8 @@ def _of_checkpoint(uri: str) -> Weights:
 def _of_run(folder: RunFolder, which: str) -> Weights:
     record = attempts.current(folder)
     saved = checkpoints.complete(folder, hashes=False)
-    step = _step(folder, which, saved)
+    step = saved_step(folder, which, saved)
     require_model(record)
     label, model_dir = f"{folder.run_id}@{step}", str(record.model["folder"])
     version = checkpoints.load_manifest(folder.checkpoint(step)).version if step else None
     return Weights(label, model_dir, folder, version)
-
-
-def _step(folder: RunFolder, which: str, saved: Sequence[int]) -> int:
-    """How often the weights were trained; 0 is the model that the run began with."""
-    known = ", ".join(str(step) for step in (0, *saved))
-    if which in ("latest", "best") and not saved:
-        raise LookupError(f"run {folder.run_id!r} has no checkpoint yet: wait for one, or give {folder.run_id}@0")
-    if which == "latest":
-        return saved[-1]
-    if which == "best":
-        return best(folder, saved)
-    if not which.isdigit():
-        raise ValueError(f"{folder.run_id}@{which} names no step: give one of {known}, 'latest' or 'best'")
-    if int(which) not in (0, *saved):
-        raise LookupError(f"run {folder.run_id!r} has no checkpoint of step {which}: there are {known}")
-    return int(which)
-
-
-def best(folder: RunFolder, saved: Sequence[int]) -> int:
-    """The checkpoint with the highest held-out accuracy that the run has stored; of equal ones the earliest."""
-    found = [item for item in evaluations(folder) if item.step in saved and item.mean == item.mean]
-    if not found:
-        raise LookupError(
-            f"run {folder.run_id!r} has evaluated none of its checkpoints "
-            f"({', '.join(map(str, saved))}): set eval.every_steps, or give a step"
-        )
-    return max(found, key=lambda item: (item.mean, -item.step)).step

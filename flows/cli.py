@@ -16,6 +16,7 @@ from milepost.flows.cli_data import data_app
 from milepost.flows.cli_deploy import deploy_app
 from milepost.flows.cli_evaluate import evaluate_app, resume_evaluation
 from milepost.flows.cli_options import AsJson, Overrides, Root, RunName, print_done, print_values
+from milepost.flows.cli_sft import sft_app
 from milepost.flows.cli_stored import stored_app
 from milepost.flows.cli_watch import watch_app
 from milepost.flows.failure import RunFailed, sentence
@@ -148,6 +149,7 @@ def doctor(root: Root = None, model: Annotated[str | None, typer.Option(help="Mo
 # After the commands above, so that help begins with what people begin with.
 app.add_typer(deploy_app)
 app.add_typer(evaluate_app)
+app.add_typer(sft_app)
 app.add_typer(watch_app)
 app.add_typer(stored_app)
 app.add_typer(data_app, name="data")

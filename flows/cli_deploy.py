@@ -23,18 +23,39 @@ def deploy(
     slots: Annotated[
         int | None, typer.Option(min=1, help="GPUs, or cores, that runs take turns by (default: all, or as it was).")
     ] = None,
+    evaluate_saved: Annotated[
+        bool | None,
+        typer.Option(
+            "--evaluate-saved/--no-evaluate-saved",
+            help="Evaluate every checkpoint that a run with an eval section saves (default: as it was, at first no).",
+        ),
+    ] = None,
+    evaluate_every: Annotated[
+        str, typer.Option(help="Evaluate new checkpoints on a schedule, as in '0 */6 * * *', in UTC.")
+    ] = "",
+    alert_webhook: Annotated[
+        str, typer.Option(help="Address that alerts are posted to, or env:NAME of it; kept as a secret by the server.")
+    ] = "",
     worker: Annotated[bool, typer.Option(help="Run what is asked for until Ctrl-C; what runs then is stopped.")] = True,
 ) -> None:
     """Offer train, resume, replay and the rest on the pages of the Prefect server, and run what is asked for there.
 
     Paths in forms start from the current directory.
     """
+    from milepost.flows.automations import cron_schedule, webhook_url
+    from milepost.flows.deploy import Wishes
     from milepost.flows.deploy import deploy as register
     from milepost.flows.services import prefect_api
     from milepost.flows.worker import work
 
+    wishes = Wishes(
+        evaluate_saved,
+        cron_schedule(evaluate_every) if evaluate_every else None,
+        webhook_url(alert_webhook) if alert_webhook else "",
+    )
+    place, recipes = absolute_root(root or DEFAULT_ROOT), recipe or DEFAULT_RECIPES
     with prefect_api(own=False) as url:
-        made = register(pool, absolute_root(root or DEFAULT_ROOT), recipe or DEFAULT_RECIPES, runs=runs, slots=slots)
+        made = register(pool, place, recipes, runs=runs, slots=slots, wishes=wishes)
     for name, id in made.items():
         print(f"{name:28} {url.removesuffix('/api')}/deployments/deployment/{id}/run")
     if worker:

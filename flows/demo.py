@@ -12,12 +12,12 @@ from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
 from milepost.flows.curve import terminal_curve
 from milepost.flows.data import Problem, arithmetic_problems, write_prompts
+from milepost.flows.fine_tune import Example, SftPlan, fine_tune
 from milepost.flows.launch import orderly_end
 from milepost.flows.progress import progress_bar, say
 from milepost.flows.recipe import absolute_root, load_recipe
 from milepost.flows.results import Evaluation, curve, evaluations, finished
 from milepost.flows.services import prefect_api, running
-from milepost.flows.sft import Example, SftPlan, fine_tune
 from milepost.flows.train import train
 from milepost.storage import runs
 from milepost.storage.parameters import ModelSection, OptimizerSection, Parameters, PerfSection
@@ -91,7 +91,7 @@ def warm_up(run: str, made: DemoFiles, *, seed: int) -> str:
         perf=PerfSection(max_tokens_per_micro_batch=16384, train_threads=2),
     )
     with progress_bar("warm-up", plan.steps) as advance:
-        source = fine_tune(
+        tuning = fine_tune(
             f"{run}-warm-up",
             str(made.folder),
             examples(made),
@@ -100,7 +100,7 @@ def warm_up(run: str, made: DemoFiles, *, seed: int) -> str:
             model_dir=str(made.random_model),
             advance=advance,
         )
-    return source.uri
+        return asyncio.run(tuning).source.uri
 
 
 def demo_parameters(made: DemoFiles, model_dir: str, *, seed: int) -> tuple[Parameters, int]:

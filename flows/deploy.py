@@ -3,7 +3,8 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -14,17 +15,21 @@ import yaml
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
     DeploymentUpdate,
     GlobalConcurrencyLimitCreate,
     GlobalConcurrencyLimitUpdate,
     WorkPoolCreate,
     WorkPoolUpdate,
 )
+from prefect.client.schemas.objects import ConcurrencyLimitConfig
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 
+from milepost.flows.automations import cron_schedule, ensure_alert, ensure_evaluation, kept_schedules
 from milepost.flows.engine_slots import machine_slots
 from milepost.flows.recipe import load_recipe, recipe_path
 from milepost.flows.train import train
@@ -33,16 +38,33 @@ from milepost.storage.parameters import EnginesSection, Parameters
 AnyFlow = Flow[..., Any]
 
 POOL_TYPE = "process"
+EVALUATE_NEW = "evaluate-new/evaluate-new"
 DEFAULT_RUNS = 8
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What the server is to do by itself. None, and an empty address, leave what there is."""
+
+    evaluate_saved: bool | None = None
+    evaluate_every: CronSchedule | None = None
+    webhook: str = ""
+
+
 def deploy(
-    pool: str, root: str, recipes: Sequence[str], *, runs: int | None = None, slots: int | None = None
+    pool: str,
+    root: str,
+    recipes: Sequence[str],
+    *,
+    runs: int | None = None,
+    slots: int | None = None,
+    wishes: Wishes = Wishes(),
 ) -> dict[str, UUID]:
     """Register every deployment, or bring it up to date, and return their full names and ids.
 
     Relative paths of a run start from the current directory. The pool has at most `runs` flow runs at a time, and those
     whose engines together need more than `slots` GPUs, or cores where there are none, take turns; None changes neither.
+    What somebody has set on the pages stays as it is.
     """
     wanted = [*_plain(root), *(_of_recipe(name, root) for name in recipes)]
     found = {}
@@ -50,9 +72,28 @@ def deploy(
         _ensure_pool(client, pool, runs)
         _ensure_limit(client, EnginesSection().pool, slots)
         for flow, deployment in wanted:
+            deployment.schedules = _schedules(client, deployment, wishes)
             found[deployment.full_name] = deployment.apply(work_pool_name=pool)
             client.update_deployment(found[deployment.full_name], _strict(flow))
+        _automate(client, found, wishes)
     return found
+
+
+def _schedules(
+    client: SyncPrefectClient, deployment: RunnerDeployment, wishes: Wishes
+) -> list[DeploymentScheduleCreate]:
+    """Those that are wished for, else those that are there, else those of `prefect.yaml`."""
+    if deployment.full_name == EVALUATE_NEW and wishes.evaluate_every:
+        return [DeploymentScheduleCreate(schedule=wishes.evaluate_every, active=True)]
+    kept = kept_schedules(client, deployment.full_name)
+    return list(deployment.schedules or []) if kept is None else kept
+
+
+def _automate(client: SyncPrefectClient, found: Mapping[str, UUID], wishes: Wishes) -> None:
+    if wishes.evaluate_saved is not None:
+        ensure_evaluation(client, found["evaluate/evaluate"], active=wishes.evaluate_saved)
+    if wishes.webhook:
+        ensure_alert(client, wishes.webhook)
 
 
 def _strict(flow: AnyFlow) -> DeploymentUpdate:
@@ -67,7 +108,12 @@ def _plain(root: str) -> Iterator[tuple[AnyFlow, RunnerDeployment]]:
     for entry in yaml.safe_load(path.read_text())["deployments"]:
         module, _, name = entry["entrypoint"].rpartition(".")
         flow = getattr(importlib.import_module(module), name)
-        yield _deployment(flow, entry["name"], {"root": root}, tags=entry["tags"], description=entry["description"])
+        given = {name: entry[name] for name in ("tags", "description", "concurrency_limit") if name in entry}
+        flow, made = _deployment(flow, entry["name"], {"root": root}, **given)
+        for item in entry.get("schedules", []):
+            schedule = DeploymentScheduleCreate(schedule=cron_schedule(item["cron"]), active=item["active"])
+            made.schedules = [*(made.schedules or []), schedule]
+        yield flow, made
 
 
 def _of_recipe(name: str, root: str) -> tuple[AnyFlow, RunnerDeployment]:
@@ -94,7 +140,13 @@ def _head(path: Path) -> Iterator[str]:
 
 
 def _deployment(
-    flow: AnyFlow, name: str, parameters: dict[str, Any], *, tags: list[str], description: str
+    flow: AnyFlow,
+    name: str,
+    parameters: dict[str, Any],
+    *,
+    tags: list[str],
+    description: str,
+    concurrency_limit: dict[str, Any] | None = None,
 ) -> tuple[AnyFlow, RunnerDeployment]:
     found = flow.to_deployment(
         name,
@@ -102,6 +154,7 @@ def _deployment(
         tags=tags,
         description=description,
         version=version("milepost"),
+        concurrency_limit=ConcurrencyLimitConfig(**concurrency_limit) if concurrency_limit else None,
         # With a command Prefect looks for no project in the folder, and signals the process of the flow alone, which
         # ends what it has started; without, it signals a group that Ray is in.
         job_variables={"working_dir": os.getcwd(), "command": f"{sys.executable} -m prefect.engine"},

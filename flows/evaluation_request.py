@@ -15,15 +15,17 @@ from milepost.flows.engine_checks import check_engines, check_gpus
 from milepost.flows.evaluation_results import is_evaluation, require_evaluation, shared_sets
 from milepost.flows.plan import check_lengths, check_names, check_size, load_sets
 from milepost.flows.recipe import parameters_of, read_recipe, with_overrides
-from milepost.storage import attempts, runs
+from milepost.storage import attempts, files, runs
 from milepost.storage.eval_sets import check_sets, eval_sets, named
 from milepost.storage.parameters import EvalSection, EvalSet, ModelSection, Parameters, SyncSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.stages import Course
+from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.evaluate import set_plan
 
 RUN_KEYS = ("run", "root", "steps")
 COURSE = Course(last="score")
+NAME_ROOM = 100  # characters of a run's name in that of its evaluation
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ def plan_evaluation(
     resolved = parameters.resolved(going_on=weights.run is not None)
     prompts = load_sets(parameters.eval.sets, resolved, weights.model_dir)
     return EvaluationPlan(run, root, weights, parameters, model_config, prompts)
+
+
+def evaluation_name(run: str, version: WeightVersion, sets: Sequence[EvalSet], settings: Sequence[str] = ()) -> str:
+    """What an evaluation is called that nobody named: the same whenever these weights are evaluated in this way."""
+    what = [version.digest, [item.model_dump(mode="json") for item in sets], list(settings)]
+    return f"{run[:NAME_ROOM]}-at-{version.step:06d}-{files.digest_of(files.canonical_json(what).encode())[:8]}"
 
 
 @dataclass(frozen=True)

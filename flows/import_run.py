@@ -4,11 +4,9 @@ It is made in a folder of its own, and appears under its name when it is whole.
 """
 
 import json
-import os
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,20 @@ from milepost.flows.import_steps import Scoring, Target, write_step
 from milepost.flows.plan import model_folder
 from milepost.flows.progress import progress_bar
 from milepost.flows.recipe import absolute_root
+from milepost.flows.staging import place, staging
 from milepost.storage import files, runs
 from milepost.storage.foreign import Contents, Group, read_contents
-from milepost.storage.origin import Origin
+from milepost.storage.origin import IMPORTED, Origin
 from milepost.storage.parameters import ModelSection, Parameters, RewardSection
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.provenance import provenance
 from milepost.storage.redaction import masked_text
-from milepost.storage.runs import RunExists, RunFolder, RunRecord
+from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import concat, with_columns, write_table
 from milepost.tasks.rewards import require_reward
 
 GROUPS_PER_STEP = 32
-IMPORTED = "imported"  # in the place of a reward's name: whatever scored the file
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,12 @@ async def import_run(wanted: Import) -> Imported:
     parameters = _parameters(wanted, size, max(len(group.lines) for group in contents.groups))
     file = masked_text(absolute_root(wanted.file))
     origin = Origin(file, contents.digest, contents.rows, contents.ignored)
-    with _staging(folder) as staged:
+    with staging(folder, "import") as staged:
         target = Target(staged, runs.parameters_digest(parameters), len(contents.groups))
         prompts = await _write_steps(wanted, target, contents, steps, tokenizer, origin)
         model = {"path": masked_text(wanted.model), "folder": model_dir, "tokenizer": tokenizer.digest}
         _create(staged, parameters, len(steps), prompts, model=model, origin=origin)
-        _place(staged, folder)
+        place(staged, folder)
     return Imported(wanted.run, len(steps), len(contents.groups), contents.rows, origin)
 
 
@@ -169,35 +167,3 @@ def _create(
         started_at=time.time(),
     )
     runs.create(staged, record)
-
-
-@contextmanager
-def _staging(folder: RunFolder) -> Iterator[RunFolder]:
-    """A folder for a run that is not whole: beside its place on a local filesystem, elsewhere on this machine."""
-    beside = Path(folder.uri).parent if files.is_local(folder.uri) else None
-    if beside:
-        beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".import-{folder.run_id}-", dir=beside, ignore_cleanup_errors=True
-    ) as path:
-        yield RunFolder(files.join(path, folder.run_id), folder.run_id)
-
-
-def _place(staged: RunFolder, folder: RunFolder) -> None:
-    """Give a whole run its place: at once, or on an object store with the record last, which makes it a run."""
-    if files.is_local(folder.uri):
-        try:
-            os.rename(staged.uri, folder.uri)
-        except OSError:
-            runs.require_new(folder)
-            raise
-        return
-    try:
-        for path in sorted(Path(staged.uri).rglob("*"), key=lambda found: found.name == "run.json"):
-            if path.is_file():
-                files.publish(files.join(folder.uri, path.relative_to(staged.uri).as_posix()), path.read_bytes())
-    except files.AlreadyPublished:  # another import of this name was quicker: what is there is its
-        raise RunExists(f"run {folder.run_id!r} already exists at {folder.uri}: choose another name") from None
-    except BaseException:
-        files.remove_folder(folder.uri)
-        raise

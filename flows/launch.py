@@ -20,7 +20,7 @@ from milepost.flows.services import prefect_api
 from milepost.flows.start import is_finished, require_allowed, require_resumable
 from milepost.flows.train import resume, train
 from milepost.flows.view import is_unreported
-from milepost.storage import files, runs
+from milepost.storage import files, runs, stops
 from milepost.storage.parameters import Parameters
 from milepost.storage.runs import RunFolder, RunRecord
 
@@ -135,6 +135,7 @@ def _hint(folder: RunFolder, root: str) -> str:
 def summary(folder: RunFolder) -> dict[str, Any]:
     """The run in a few values: where it is, how far it came, first and last reward, held-out accuracy."""
     steps = finished(folder)
+    stop = stops.stop_after(folder, len(steps))
     rewards = [step.metrics.get("rollout/reward") for step in steps]
     found = {f"accuracy@{item.step}": round(item.mean, 4) for item in evaluations(folder)}
     return {
@@ -144,6 +145,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
         "first_reward": rewards[0] if rewards else None,
         "last_reward": rewards[-1] if rewards else None,
         "checkpoint": next((step.checkpoint for step in reversed(steps) if step.checkpoint), ""),
+        **({"stopped": f"{stop.reason} ({stop.rule})"} if stop else {}),
         "report": folder.report,
         **found,
     }

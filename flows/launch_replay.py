@@ -12,9 +12,10 @@ from milepost.flows.launch import run_flow, serving, summary
 from milepost.flows.recipe import require_references
 from milepost.flows.replay import replay
 from milepost.flows.replay_into import First, check_kept, plan_kept
-from milepost.flows.step_range import step_range
+from milepost.flows.step_range import require_steps, step_range
 from milepost.flows.what_if import changed, what_if
 from milepost.storage import attempts, manifest, purges, redaction, runs
+from milepost.storage.origin import require_own_reward
 from milepost.storage.runs import RunFolder
 
 
@@ -25,6 +26,8 @@ def judge(run: str, root: str, *, steps: str, first: str, tolerance: float | Non
     folder = runs.run_folder(root, run)
     _check_steps(folder, steps)
     if chosen == "score":
+        reward = attempts.current(folder).parameters.reward.name
+        require_own_reward(run, reward, "replay it --from filter, or regrade it with --reward")
         _require_secrets(folder)
     return _run(lambda: replay(run=run, root=root, steps=steps, first=chosen, tolerance=tolerance))
 
@@ -70,13 +73,13 @@ def ask(run: str, root: str, overrides: Sequence[str], *, steps: str, out: str) 
     """What would have been otherwise under `overrides`."""
     folder = runs.run_folder(root, run)
     require_references(overrides)
-    changed(attempts.current(folder).parameters, list(overrides))
+    changed(require_steps(folder).parameters, list(overrides))
     _check_steps(folder, steps)
     return _run(lambda: what_if(run=run, overrides=tuple(overrides), root=root, steps=steps, out=out))
 
 
 def _check_steps(folder: RunFolder, steps: str) -> range:
-    attempts.current(folder)
+    require_steps(folder)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
     for step in chosen:
         purges.require_whole(folder.step(step))

@@ -7,15 +7,16 @@ from typing import Any
 from rich.console import Console
 from rich.tree import Tree
 
-from milepost.storage import runs
+from milepost.flows.best import saved_step
+from milepost.storage import checkpoints, runs
 from milepost.storage.ancestry import Ancestry, ancestry
 from milepost.storage.begun import Origin
 from milepost.storage.origin import origin_of
 from milepost.storage.parent import course_of
 from milepost.storage.touches import Touch, touches
 
-_CHECKPOINT = re.compile(r"checkpoint:(?P<run>.+)@(?P<version>\d+)")
-FORMS = "checkpoint:RUN@STEP, prompt:ID or sample:ID"
+_CHECKPOINT = re.compile(r"checkpoint:(?P<run>.+)@(?P<version>\d+|best|latest)")
+FORMS = "checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID or sample:ID"
 SHOWN = 12  # steps, or prompts, of a list on the terminal
 
 
@@ -36,7 +37,9 @@ def answer(what: str, root: str) -> Ancestry | Touched:
             raise LookupError(
                 f"run {folder.run_id!r} trains nothing and has no checkpoint: ask for prompt:ID or sample:ID"
             )
-        return ancestry(folder, int(match["version"]))
+        which = match["version"]
+        saved = [] if which.isdigit() else checkpoints.complete(folder, hashes=False)
+        return ancestry(folder, int(which) if which.isdigit() else saved_step(folder, which, saved))
     kind, colon, name = what.partition(":")
     if colon and name and kind == "prompt":
         return Touched(what, touches(root, "prompt", name))

@@ -22,6 +22,7 @@ from milepost.flows.step_context import Position
 from milepost.flows.supervision import Restarts, supervised
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.flows.view import View
+from milepost.flows.watching import Watch, stop
 from milepost.storage import manifest
 from milepost.storage.eval_sets import eval_sets
 from milepost.storage.journal import StepStore
@@ -55,7 +56,7 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     return stands.step, Position(stands.cursor, pushed.version, launched.fence)
 
 
-async def evaluate(launched: Launched, version: WeightVersion, router_url: str, tracker: Tracker) -> list[SetScore]:
+async def evaluate(launched: Launched, version: WeightVersion, router_url: str, watch: Watch) -> list[SetScore]:
     """The scores of `version` on every held-out set; none when the run has nothing to evaluate on."""
     if launched.eval_prompts is None:
         return []
@@ -69,7 +70,8 @@ async def evaluate(launched: Launched, version: WeightVersion, router_url: str, 
         )
         for plan in plans
     ]
-    tracker.evaluated(version, scores)
+    watch.tracker.evaluated(version, scores)
+    watch.evaluated(version, scores)
     return scores
 
 
@@ -82,10 +84,15 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
     """Every step from where the run stands, with evaluation where it is due."""
     begin, position = await recover(launched, engines)
     steps, every = launched.record.steps, launched.parameters.eval.every_steps
-    view = View()
+    view, watch = View(), Watch(launched, tracker)
     for step in range(begin, steps):
         if eval_due(step, steps, every):
-            view.keep(await evaluate(launched, position.version, engines.router_url, tracker))
+            view.keep(await evaluate(launched, position.version, engines.router_url, watch))
+        if why := watch.broken():
+            if eval_due(step, step, every):
+                await evaluate(launched, position.version, engines.router_url, watch)
+            await stop(watch, engines, position.version, step, why)
+            return
         begun = time.monotonic()
         # As given, not resolved: what Prefect shows of a step has masks and references.
         position = await view.step(launched.root, launched.folder.run_id, step, position, launched.record.parameters)
@@ -93,9 +100,11 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
         closed = manifest.load(launched.folder, step)
         restarts.refill()
         tracker.step(closed)
+        watch.closed(closed)
         advance(step_text(closed.metrics, time.monotonic() - begun))
     if eval_due(steps, steps, every):
-        await evaluate(launched, position.version, engines.router_url, tracker)
+        await evaluate(launched, position.version, engines.router_url, watch)
+    watch.broken()  # for its alerts: the last step is followed by none
 
 
 async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) -> None:

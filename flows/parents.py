@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milepost.engines.tokenizer import load_tokenizer
+from milepost.flows.step_range import require_steps
 from milepost.storage import attempts, manifest, purges, runs, tables
 from milepost.storage.journal import Slot
 from milepost.storage.parameters import Parameters
@@ -104,7 +105,7 @@ def open_source(parent: ParentRun, root: str, run: str, steps: int) -> Source:
     if parent.run == run:
         raise ValueError(f"run {run!r} cannot go on from itself: give it another name")
     folder = runs.run_folder(root, parent.run)
-    record = attempts.current(folder)
+    record = require_steps(folder)
     finished = len(manifest.finished_steps(folder))
     taken = range(parent.begin, parent.begin + steps)
     if taken.stop > finished:

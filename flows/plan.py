@@ -28,6 +28,7 @@ from milepost.tasks.advantages import get_advantage
 from milepost.tasks.filters import get_filter
 from milepost.tasks.rewards import check_reward
 from milepost.tasks.rollouts import get_rollout
+from milepost.tasks.watched import check_watched
 
 PARAMETER_BYTES = 500_000  # a Prefect server refuses a flow run whose parameters take more than 512 KiB
 
@@ -123,7 +124,9 @@ def make_plan(
     check_size(parameters)
     batch = batch_plan(parameters)
     check_names(parameters, stages)
-    check_lengths(parameters)
+    if stages.makes("generate") or parameters.eval.every_steps:
+        check_lengths(parameters)
+    check_watched(parameters)
     check_engines(parameters, stages)
     if parameters.engines.rollout == "sglang":
         check_sglang(parameters)
@@ -134,7 +137,7 @@ def make_plan(
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
     check_gpus(config, parameters)
-    _check_context(config, parameters)
+    check_context(config, parameters)
     if source:
         check_source(source, parameters, model_dir)
         prompts = source.prompts
@@ -154,7 +157,8 @@ def make_plan(
     )
 
 
-def _check_context(config: dict[str, Any], parameters: Parameters) -> None:
+def check_context(config: dict[str, Any], parameters: Parameters) -> None:
+    """ValueError for a context that is longer than the model's."""
     longest = config.get("max_position_embeddings", parameters.model.context_length)
     if parameters.model.context_length > longest:
         raise ValueError(

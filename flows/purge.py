@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from milepost.flows.evaluation_results import is_evaluation
 from milepost.flows.report_delivery import report_now
 from milepost.storage import attempts, files, purge, purges, runs
 from milepost.storage.lease import hold
@@ -81,6 +82,7 @@ def purge_run(
             purges.publish(folder.uri, found.prompts, found.tables, reason=reason)
         words = purge.words(folder, found)
         purge.clean_quarantine(folder, words)
+        purge.clean_logs(folder, words)
         purge.replace_tables(folder, found)
         purge.remove_leftovers(folder)
     if files.exists(folder.report):
@@ -117,8 +119,11 @@ def _purged(folder: RunFolder, found: Finding) -> Purged:
 
 
 def _sources(folder: RunFolder) -> list[str]:
-    data = attempts.current(folder).parameters.data.model_dump(mode="json")
-    return [data["path"]] if data["path"] else []
+    """The files that the prompts were read from: those of an evaluation are those of its sets."""
+    parameters = attempts.current(folder).parameters.model_dump(mode="json")
+    held_out = [parameters["eval"]["path"], *(item["path"] for item in parameters["eval"]["sets"])]
+    given = held_out if is_evaluation(folder) else [parameters["data"]["path"], *held_out]
+    return [path for path in dict.fromkeys(given) if path]
 
 
 def show(found: list[Purged], others: list[str], *, dry_run: bool) -> None:

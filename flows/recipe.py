@@ -11,9 +11,10 @@ from typing import Any, get_origin
 import yaml
 from pydantic import ValidationError
 
-from milepost.storage.parameters import Parameters, Section
+from milepost.storage.parameters import Parameters
 from milepost.storage.redaction import masked, masked_text
 from milepost.storage.registry import nearest
+from milepost.storage.section import Section
 
 DEFAULT_ROOT = "runs"
 DEFAULT_STEPS = 10

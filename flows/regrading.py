@@ -16,6 +16,7 @@ from milepost.flows.progress import progress_bar
 from milepost.flows.step_range import step_range
 from milepost.storage import attempts, manifest, runs
 from milepost.storage.ancestry import sample_tables
+from milepost.storage.origin import require_own_reward
 from milepost.storage.parameters import RewardSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
@@ -152,6 +153,7 @@ async def regrade_run(
     record = attempts.current(folder)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
     wanted = reward or record.parameters.reward
+    require_own_reward(run, wanted.name, "say by what to score them now, with --reward")
     with LocalGraders(workers=workers) as graders, progress_bar(f"regrade {run}", len(chosen)) as advance:
         await require_reward(graders, wanted.name, wanted.options)
         return await regrade_steps(folder, chosen, wanted, graders, threshold=threshold, advance=advance)

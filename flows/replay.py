@@ -15,8 +15,6 @@ from typing import Any
 from prefect import flow
 
 from milepost.engines.cluster import gpus
-from milepost.engines.fleet import create_trainer
-from milepost.engines.gpu_placement import reserved
 from milepost.engines.graders import GraderPool
 from milepost.engines.protocols import TrainEngine
 from milepost.flows.loop import joined_ray
@@ -25,8 +23,9 @@ from milepost.flows.progress import progress_bar
 from milepost.flows.recipe import absolute_root
 from milepost.flows.replay_into import First, check_kept, keep, kept_verdict
 from milepost.flows.replay_verdict import ReplayVerdict, StageVerdict, as_json, stage_verdicts, stored_step, worst
-from milepost.flows.step_range import step_range
-from milepost.storage import attempts, manifest, runs
+from milepost.flows.step_range import require_steps, step_range
+from milepost.flows.trainer_alone import trainer_alone
+from milepost.storage import manifest, runs
 from milepost.storage.journal import StepStore
 from milepost.storage.parameters import Parameters
 from milepost.storage.parent import course_of
@@ -38,19 +37,6 @@ from milepost.tasks.replay import StoredStep, run_again, stages_from
 GPU_TOLERANCE = 0.05  # kernels add in another order each time; log-probabilities of bfloat16 move by about this
 
 
-@contextmanager
-def _trainer_alone(name: str, parameters: Parameters, record: RunRecord) -> Iterator[TrainEngine]:
-    """The trainer of a run, alone on its GPUs if there are any."""
-    alone = parameters.model_copy(update={"engines": parameters.engines.model_copy(update={"rollout": "fake"})})
-    with reserved(name, alone):
-        trainer = create_trainer(name, alone, record.model["folder"])
-        try:
-            trainer.load()
-            yield trainer
-        finally:
-            trainer.close()
-
-
 @asynccontextmanager
 async def trainer_before(
     folder: RunFolder, record: RunRecord, step: int, name: str, *, parameters: Parameters | None = None
@@ -59,7 +45,7 @@ async def trainer_before(
     if not course_of(record).trains:
         yield None
         return
-    with _trainer_alone(name, parameters or record.parameters, record) as trainer:
+    async with trainer_alone(name, parameters or record.parameters, record.model["folder"]) as trainer:
         await asyncio.to_thread(restore_before, folder, step, trainer)
         yield trainer
 
@@ -122,7 +108,7 @@ async def replay(
     """
     root = absolute_root(root)
     folder = runs.run_folder(root, run)
-    record = attempts.current(folder)
+    record = require_steps(folder)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
     check_kept(first, into, overrides)
     with joined_ray():

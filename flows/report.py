@@ -9,12 +9,13 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from milepost.flows.best import best_line
 from milepost.flows.curve import svg_figure
 from milepost.flows.evaluation_report import write_evaluation_report
 from milepost.flows.report_figures import figures
 from milepost.flows.report_samples import ends
 from milepost.flows.results import evaluations, finished
-from milepost.storage import attempts, files, runs
+from milepost.storage import attempts, files, runs, stops
 from milepost.storage.accounting import epoch_accounting
 from milepost.storage.ancestry import Ancestry, ancestry
 from milepost.storage.evaluated import evaluated
@@ -102,6 +103,8 @@ def write_report(folder: RunFolder) -> str:
         steps=steps[-STEPS_SHOWN:],
         left_out=max(0, len(steps) - STEPS_SHOWN),
         finished=len(steps),
+        stops=stops.stops(folder),
+        best=best_line(folder, record.parameters.checkpoint),
         attempts=attempt_rows(folder, steps),
         columns=[name for name in COLUMNS if any(name in step.metrics for step in steps)],
         evals=held_out,

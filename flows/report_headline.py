@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from milepost.flows.best import best_line
 from milepost.flows.results import evaluations, finished
-from milepost.storage import attempts
+from milepost.storage import attempts, stops
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 
@@ -30,6 +31,8 @@ def headline(folder: RunFolder) -> list[tuple[str, str]]:
         rows.append(
             ("newest checkpoint", next((step.checkpoint for step in reversed(steps) if step.checkpoint), "none"))
         )
+    rows += [(f"{name} checkpoint", text) for name, text in best_line(folder, record.parameters.checkpoint).items()]
+    rows += [(f"stopped after step {stop.after}", f"{stop.reason} ({stop.rule})") for stop in stops.stops(folder)]
     return rows
 
 

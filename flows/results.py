@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from milepost.storage import files, manifest
+from milepost.storage.journal import Slot
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 
@@ -48,6 +49,20 @@ def _evaluation(folder: RunFolder, step: int) -> Evaluation | None:
     record = files.read_json(commit)["record"]
     mean = math.nan if record["mean"] is None else record["mean"]
     return Evaluation(step, mean, record["low"], record["high"], record["count"])
+
+
+def held_out(folder: RunFolder) -> dict[int, dict[str, float]]:
+    """Every metric of the evaluations that a run has stored, as eval/SET/NAME, by trained steps."""
+    return {step: metrics for step in _begun(folder) if (metrics := _metrics(folder, step))}
+
+
+def _metrics(folder: RunFolder, step: int) -> dict[str, float]:
+    from milepost.tasks.eval_scores import SetScore  # takes a tenth of a second that a table of runs does not need
+
+    place = files.join(evaluation_folder(folder, step), "journal")
+    ended = [name for name in files.names(place) if Slot.parse(name.removesuffix(".json")).stage == "evaluate"]
+    found = (files.read_json(files.join(place, name))["record"] for name in ended)
+    return {name: value for record in found if "name" in record for name, value in SetScore(**record).metrics().items()}
 
 
 def finished(folder: RunFolder) -> list[StepManifest]:

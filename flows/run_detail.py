@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from milepost.flows.best import best_line
 from milepost.flows.results import curve, evaluations, finished
 from milepost.flows.run_status import RunStatus, open_commits, resume_command, run_status
 from milepost.flows.step_rows import step_rows
@@ -35,7 +36,8 @@ class RunDetail:
 
 def run_detail(folder: RunFolder, root: str) -> RunDetail:
     """LookupError for a run that is not there, ValueError for one that cannot be read."""
-    shards = attempts.current(folder).parameters.rollout.shards
+    chosen = attempts.current(folder).parameters
+    shards = chosen.rollout.shards
     status, closed = run_status(folder), finished(folder)
     if status.problem:
         raise ValueError(f"run {folder.run_id!r} cannot be read: {status.problem}")
@@ -47,7 +49,8 @@ def run_detail(folder: RunFolder, root: str) -> RunDetail:
         rewards=curve(closed, "rollout/reward"),
         places=_places(
             folder, root, status, next((step.checkpoint for step in reversed(closed) if step.checkpoint), "")
-        ),
+        )
+        | best_line(folder, chosen.checkpoint),
     )
 
 

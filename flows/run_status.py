@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from milepost.flows.results import latest_evaluation
-from milepost.storage import files, lease, manifest, runs
+from milepost.storage import attempts, files, lease, manifest, runs, stops
 from milepost.storage.journal import Commit, StepStore
 from milepost.storage.runs import RunFolder
 
@@ -20,7 +20,8 @@ WORKERS = 8  # a run on an object store is many short waits
 class RunStatus:
     """A run in a line of a table. `state` is running, finished, stopped, crashed, or unreadable with the `problem`.
 
-    `committed_at` is when its newest stage was committed, in Unix seconds; `step_seconds` is the median of late steps.
+    `committed_at` is when its newest stage was committed, in Unix seconds; `step_seconds` is the median of late steps;
+    `stopped` is why a rule of its own has ended it.
     """
 
     run: str
@@ -32,6 +33,7 @@ class RunStatus:
     committed_at: float | None = None
     step_seconds: float | None = None
     problem: str = ""
+    stopped: str = ""
 
     @property
     def eta_seconds(self) -> float | None:
@@ -65,7 +67,9 @@ def _status(folder: RunFolder) -> RunStatus:
     steps, done = planned_steps(folder), finished_count(folder)
     closed = manifest.load(folder, done - 1) if done else None
     evaluated = latest_evaluation(folder)
-    state = run_state(folder, done, steps)
+    stop = stops.stop_after(folder, done) if done < steps else None
+    reason = f"{stop.reason} ({stop.rule})" if stop and stop.attempt == attempts.newest(folder) else ""
+    state = run_state(folder, done, done if reason else steps)
     return RunStatus(
         run=folder.run_id,
         state=state,
@@ -75,6 +79,7 @@ def _status(folder: RunFolder) -> RunStatus:
         accuracy=evaluated.mean if evaluated else None,
         committed_at=committed_at(folder, done),
         step_seconds=step_seconds(folder, done) if state == "running" else None,
+        stopped=reason,
     )
 
 

@@ -1,123 +1,91 @@
-"""Supervised fine-tuning on solved problems, through the same train engine and tables as reinforcement learning."""
+"""The flow `sft`: supervised fine-tuning of a model on dialogues, or on prompts with their responses."""
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import asyncio
+from typing import Annotated, Any
 
-from milepost.engines.fleet import create_trainer
-from milepost.engines.protocols import UpdateParams, WeightSource
-from milepost.storage import files
-from milepost.storage.begun import SFT_RECORD
-from milepost.storage.parameters import Parameters
-from milepost.storage.provenance import provenance
-from milepost.storage.schema import ROLLOUTS, from_rows
-from milepost.storage.tables import write_table
+from prefect import flow
+from pydantic import Field, PositiveInt
 
+from milepost.flows.fine_tune import fine_tune
+from milepost.flows.loop import joined_ray
+from milepost.flows.outcome import recorded
+from milepost.flows.progress import progress_bar, say
+from milepost.flows.recipe import absolute_root
+from milepost.flows.run_name import made_name, shown_name
+from milepost.flows.sft_plan import SftRun, plan_sft
+from milepost.flows.staging import place, staging
+from milepost.storage import files, runs
+from milepost.storage.parameters import EnginesSection, ModelSection, OptimizerSection, PerfSection
+from milepost.storage.sft_rows import SftDataSection
 
-@dataclass(frozen=True)
-class Example:
-    """One solved problem: only the response's tokens are trained."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    response: str
-    response_token_ids: list[int]
+DEFAULT_LR = 1e-5
 
 
-@dataclass(frozen=True)
-class SftPlan:
-    """At most `steps` optimizer steps on `batch_size` examples each, drawn by `seed` without repetition in an epoch.
+@flow(name="sft", flow_run_name=shown_name, retries=0)
+@recorded
+async def sft(
+    run: str = "",
+    root: str = "runs",
+    steps: PositiveInt | None = None,
+    epochs: Annotated[float, Field(gt=0)] | None = None,
+    data: SftDataSection = SftDataSection(),
+    model: ModelSection = ModelSection(),
+    optimizer: OptimizerSection = OptimizerSection(lr=DEFAULT_LR),
+    perf: PerfSection = PerfSection(),
+    engines: EnginesSection = EnginesSection(),
+) -> dict[str, Any]:
+    """Teach a model answers that are there; returns what came of it, with the folder of the model to train or evaluate.
 
-    Training stops early when the running mean of the loss is below `target_loss`.
+    Args:
+        run: Name of what is made: a folder under root that must not be there; made when empty.
+        root: Folder of all runs, a local one.
+        steps: Optimizer steps, if not as many as `epochs` take.
+        epochs: How often every row is learnt; once when neither is given.
+        data: Which rows are learnt, and how many at a time.
+        model: Which model, and how it is split over devices.
+        optimizer: Adam and its schedule.
+        perf: What fits in memory, and how fast it goes.
+        engines: Which processes hold the model; those that generate are not started.
     """
+    folder = runs.run_folder(absolute_root(root), run or made_name())
+    wanted = await asyncio.to_thread(
+        plan_sft,
+        folder,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        perf=perf,
+        engines=engines,
+        steps=steps,
+        epochs=epochs,
+    )
+    if wanted.data["too_long"]:
+        say(f"{wanted.data['too_long']} of {wanted.data['rows']} rows do not fit model.context_length and are left out")
+    return await _made(wanted)
 
-    steps: int
-    batch_size: int
-    seed: int
-    target_loss: float = 0.0
 
-
-def example_row(example: Example, *, run: str, step: int, position: int) -> dict[str, object]:
-    """An example as a sample that nobody sampled: log-probabilities are zero and never read."""
-    count = len(example.response_token_ids)
-    name = f"{step:06d}-{position:05d}"
+async def _made(wanted: SftRun) -> dict[str, Any]:
+    """Train in a folder that appears under its name when all of it is there."""
+    folder = wanted.folder
+    with joined_ray(), staging(folder, "sft") as staged, progress_bar(folder.run_id, wanted.plan.steps) as advance:
+        done = await fine_tune(
+            folder.run_id,
+            staged.uri,
+            wanted.examples,
+            wanted.plan,
+            parameters=wanted.parameters,
+            model_dir=wanted.model_dir,
+            advance=advance,
+            data=wanted.data,
+        )
+        place(staged, folder)
     return {
-        "run_id": run,
-        "step": step,
-        "shard": 0,
-        "group_id": name,
-        "sample_id": name,
-        "prompt_id": files.digest_of(example.prompt.encode())[:32],
-        "dataset": "sft",
-        "prompt": files.canonical_json(example.prompt),
-        "prompt_token_ids": example.prompt_token_ids,
-        "label": "null",
-        "response": example.response,
-        "response_escaped": False,
-        "response_token_ids": example.response_token_ids,
-        "loss_mask": [1] * count,
-        "rollout_logprobs": [0.0] * count,
-        "finish_reason": "stop",
-        "status": "completed",
-        "turns": 1,
-        "seed": 0,
-        "sampling": "{}",
-        "metadata": "{}",
-        "kept": True,
-        "advantages": [1.0] * count,
-        "old_logprobs": [0.0] * count,
+        "run": folder.run_id,
+        "model": files.join(folder.uri, "model"),
+        "rows": wanted.data["rows"],
+        "too_long": wanted.data["too_long"],
+        "steps": len(done.losses),
+        "first_loss": done.losses[0],
+        "last_loss": done.losses[-1],
+        "losses": done.losses,
     }
-
-
-def draw(examples: Sequence[Example], plan: SftPlan) -> list[list[Example]]:
-    """The batches of the plan: epoch after epoch, each in an order of its own."""
-    generator = random.Random(plan.seed)
-    wanted = plan.steps * plan.batch_size
-    order: list[Example] = []
-    while len(order) < wanted:
-        epoch = list(examples)
-        generator.shuffle(epoch)
-        order += epoch
-    return [order[start : start + plan.batch_size] for start in range(0, wanted, plan.batch_size)]
-
-
-def running_mean(mean: float | None, value: float) -> float:
-    """The exponential mean of the values so far, each new one weighing a tenth."""
-    return value if mean is None else 0.9 * mean + 0.1 * value
-
-
-def fine_tune(
-    run: str,
-    folder: str,
-    examples: Sequence[Example],
-    plan: SftPlan,
-    *,
-    parameters: Parameters,
-    model_dir: str,
-    advance: Callable[[str], None],
-) -> WeightSource:
-    """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined.
-
-    What they come from is in `folder/sft.json`, for the lineage of whatever begins with them.
-    """
-    trainer = create_trainer(run, parameters, model_dir)
-    trainer.load()
-    loss: float | None = None
-    batches: list[str] = []
-    try:
-        for step, batch in enumerate(draw(examples, plan)):
-            rows = [example_row(item, run=run, step=step, position=at) for at, item in enumerate(batch)]
-            ref = write_table(files.join(folder, "batches", f"{step:06d}"), from_rows(rows, ROLLOUTS), ROLLOUTS)
-            batches.append(ref.digest)
-            result = trainer.step(ref, UpdateParams("sft", {"aggregation": "token_mean"}), f"sft-{step:06d}")
-            loss = running_mean(loss, result.metrics["loss"])
-            advance(f"loss {loss:.3f}")
-            if loss < plan.target_loss:
-                break
-        source = trainer.weights(files.join(folder, "model"), 0)
-        record = {"model": model_dir, "steps": len(batches), "plan": asdict(plan), "loss": loss, "batches": batches}
-        record |= {"version": str(source.version), "commit": provenance().commit}
-        files.publish_json(files.join(folder, SFT_RECORD), record, overwrite=True)
-        return source
-    finally:
-        trainer.close()

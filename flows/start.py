@@ -14,6 +14,7 @@ from milepost.flows.parents import going_on
 from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
 from milepost.flows.results import evaluations
+from milepost.flows.stopped import stopped
 from milepost.storage import attempts, files, manifest, redaction, runs
 from milepost.storage.attempts import Changes
 from milepost.storage.evaluated import evaluated
@@ -57,12 +58,29 @@ class Launched:
 
 
 def is_finished(folder: RunFolder, record: RunRecord) -> bool:
+    """Nothing is left to be done: it came to its last step, or a rule that still holds has stopped it."""
+    return came_to_end(folder, record) or stopped(folder, record.parameters) is not None
+
+
+def came_to_end(folder: RunFolder, record: RunRecord) -> bool:
     """Every step is closed, and the weights that the last one left are evaluated if they are to be."""
     done = len(manifest.finished_steps(folder))
     if done < record.steps or not record.data["eval"] or not record.parameters.eval.every_steps:
         return done >= record.steps
     left = WeightVersion.parse(manifest.load(folder, done - 1).version_out)
     return left.step in [item.step for item in evaluations(folder)]
+
+
+def ended(launched: Launched) -> str:
+    """What to say of a finished run that is to go on."""
+    folder, record = launched.folder, launched.record
+    stop = stopped(folder, record.parameters)
+    if stop is None or came_to_end(folder, record):
+        return f"run {folder.run_id} has finished its {record.steps} steps; give more with --steps"
+    return (
+        f"run {folder.run_id} was stopped after {stop.after} of {record.steps} steps by {stop.rule}: {stop.reason}; "
+        f"it goes on when that no longer holds, as with `milepost resume {folder.run_id} --set {stop.rule}=...`"
+    )
 
 
 def store_prompts(folder: RunFolder, prompts: pa.Table, name: str) -> dict[str, Any]:
@@ -132,8 +150,8 @@ def reopen_run(
     before = require_resumable(folder, steps)
     chosen = going_on(parameters, before) if parameters else before.parameters
     require_allowed(before, chosen, allowed)
-    if is_finished(folder, before):
-        return Launched(root, folder, before, fence, before.attempt)
+    if came_to_end(folder, before) or stopped(folder, chosen):
+        return Launched(root, folder, replace(before, parameters=chosen), fence, before.attempt)
     chosen.resolved(going_on=True)
     evaluation = _evaluation(folder, chosen, before)
     attempt = attempts.begin(folder, chosen, steps=before.steps, allowed=allowed, evaluation=evaluation)
@@ -175,7 +193,7 @@ def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:
     if steps is not None:
         check_steps(steps)
         record = replace(record, steps=steps)
-    if not is_finished(folder, record):
+    if not came_to_end(folder, record):
         require_model(record)
         stored = (record.data[name] for name in ("prompts", "eval"))
         require_tables(folder, [TableRef(**ref) for ref in stored if ref], trained=course_of(record).trains)

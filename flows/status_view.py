@@ -37,7 +37,8 @@ def status_table(statuses: Sequence[RunStatus]) -> RenderableType:
             duration(found.eta_seconds),
         )
     problems = [Text(f"{found.run}: {found.problem}", style="red") for found in statuses if found.problem]
-    return Group(table, *problems)
+    stops = [Text(f"{found.run} was stopped by a rule: {found.stopped}") for found in statuses if found.stopped]
+    return Group(table, *stops, *problems)
 
 
 def detail_view(found: RunDetail) -> RenderableType:
@@ -52,6 +53,8 @@ def detail_view(found: RunDetail) -> RenderableType:
         f", eta {duration(status.eta_seconds)}" if status.eta_seconds is not None else "",
     )
     parts: list[RenderableType] = [head, _bar(status)]
+    if status.stopped:
+        parts.append(Text(f"stopped by a rule: {status.stopped}"))
     if found.stages:
         done = ", ".join(f"{stage} {count}/{whole}" for stage, (count, whole) in found.stages.items())
         parts.append(Text(f"open step {status.done}: {done}"))

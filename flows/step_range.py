@@ -1,4 +1,19 @@
-"""Which finished steps of a run a command is about."""
+"""Which finished steps of a run a command is about, and whether it has any."""
+
+from milepost.storage import attempts
+from milepost.storage.evaluated import evaluated
+from milepost.storage.runs import RunFolder, RunRecord
+
+
+def require_steps(folder: RunFolder) -> RunRecord:
+    """A run as it was left; ValueError for an evaluation, which has no steps to run again or to train on."""
+    record = attempts.current(folder)
+    if of := evaluated(record):
+        raise ValueError(
+            f"{folder.run_id!r} is an evaluation of {of.label} and has no steps to run again or to train on: "
+            f"`milepost regrade {folder.run_id}` scores its samples once more, `milepost evaluate` makes new ones"
+        )
+    return record
 
 
 def step_range(text: str, finished: int) -> range:

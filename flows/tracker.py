@@ -27,12 +27,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Tracker:
-    """Posts one record for each thing that happened. `last_checkpoint` is the version the next one descends from."""
+    """Posts one record for each thing that happened. `last_checkpoint` is the version the next one descends from.
+
+    `reason` is why the run ends before its last step.
+    """
 
     folder: RunFolder
     flow_run_id: str
     courier: Courier | None
     last_checkpoint: int | None = None
+    reason: str = ""
 
     def step(self, closed: StepManifest) -> None:
         """A finished step: its metrics and tables, and its checkpoint if it saved one."""
@@ -59,6 +63,11 @@ class Tracker:
         metrics = {name: value for score in scores for name, value in score.metrics().items()}
         store = StepStore(evaluation_folder(self.folder, version.step), self.folder.run_id, version.step)
         self.courier.post(held_out_told(self.folder, store, f"{version.step}-{version.digest}", metrics))
+
+    def best(self, version: int, metric: str, value: float) -> None:
+        """Another checkpoint is the best one now."""
+        if self.courier is not None:
+            self.courier.post(records.best_record(self.folder.run_id, version, metric=metric, value=value))
 
     def report(self, uri: str) -> None:
         """The report of the run was written anew."""
@@ -95,7 +104,7 @@ def open_tracker(launched: Launched, *, uri: str, flow_run_id: str) -> Iterator[
         status = "KILLED"
         raise
     finally:
-        courier.post(records.end_record(folder.run_id, status))
+        courier.post(records.end_record(folder.run_id, status, reason=tracker.reason))
         delivery = courier.stop()
         if delivery.waiting:
             log.warning("%d lineage records wait in %s: %s", delivery.waiting, folder.outbox, delivery.error)

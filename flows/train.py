@@ -14,7 +14,7 @@ from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
 from milepost.flows.run_name import made_name, shown_name
 from milepost.flows.run_status import resume_command
-from milepost.flows.start import begin_run, reopen_run
+from milepost.flows.start import begin_run, ended, reopen_run
 from milepost.storage import files, runs
 from milepost.storage.lease import hold
 from milepost.storage.parameters import (
@@ -35,6 +35,7 @@ from milepost.storage.parameters import (
 )
 from milepost.storage.parent import ParentRun
 from milepost.storage.runs import RunFolder
+from milepost.storage.watched import AlertSection, StopSection
 
 
 @recorded
@@ -61,7 +62,7 @@ async def work_on(
                 begin_run, root, folder, steps, parameters, fence=lease.fence, parent=parent
             )
         if launched.is_finished:
-            say(f"run {folder.run_id} has finished its {launched.record.steps} steps; give more with --steps")
+            say(ended(launched))
         else:
             async with engine_slots(launched.parameters):
                 await run_training(launched)
@@ -84,6 +85,8 @@ async def train(
     sync: SyncSection = SyncSection(),
     checkpoint: CheckpointSection = CheckpointSection(),
     eval: EvalSection = EvalSection(),
+    stop: StopSection = StopSection(),
+    alert: AlertSection = AlertSection(),
     engines: EnginesSection = EnginesSection(),
     tracking: TrackingSection = TrackingSection(),
     allow_change: tuple[str, ...] = (),
@@ -105,6 +108,8 @@ async def train(
         sync: How new weights reach the rollout engines.
         checkpoint: When state is saved.
         eval: Held-out evaluation during training.
+        stop: When the run ends before its last step.
+        alert: Which metrics Prefect is told of when they cross a bound.
         engines: Which processes hold the models.
         tracking: Where lineage is indexed.
         allow_change: Parameters, as section.field, that a run of this name may change when it goes on.
@@ -121,6 +126,8 @@ async def train(
         sync=sync,
         checkpoint=checkpoint,
         eval=eval,
+        stop=stop,
+        alert=alert,
         engines=engines,
         tracking=tracking,
     )

@@ -22,7 +22,7 @@ from milepost.flows.progress import progress_bar
 from milepost.flows.recipe import absolute_root, parameters_of, with_overrides
 from milepost.flows.replay import graders, scratch, trainer_before
 from milepost.flows.replay_verdict import stored_step
-from milepost.flows.step_range import step_range
+from milepost.flows.step_range import require_steps, step_range
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
 from milepost.storage.journal import Slot, StepStore
@@ -118,7 +118,7 @@ async def what_if(
         out: A Parquet file for the rows, if any.
     """
     folder = runs.run_folder(absolute_root(root), run)
-    record = attempts.current(folder)
+    record = require_steps(folder)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
     parameters, differs = changed(record.parameters, list(overrides))
     stages = stages_from(first_stage(differs), Course(last=course_of(record).last))

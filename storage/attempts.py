@@ -11,7 +11,7 @@ from milepost.storage.provenance import Provenance, provenance
 from milepost.storage.runs import RunFolder, RunRecord
 
 # What a resumed run may change without being told so: none of it changes what a step computes.
-FREE_SECTIONS = ("tracking", "checkpoint", "eval")
+FREE_SECTIONS = ("tracking", "checkpoint", "eval", "stop", "alert")
 
 Changes = dict[str, list[Any]]
 
@@ -40,6 +40,12 @@ def _uri(folder: RunFolder, number: int) -> str:
 def attempts(folder: RunFolder) -> list[Attempt]:
     """Every resumption of a run, in order."""
     return [runs.read_record(files.join(_folder(folder), name), Attempt) for name in files.names(_folder(folder))]
+
+
+def newest(folder: RunFolder) -> int:
+    """The number of the last attempt, without reading it."""
+    names = files.names(_folder(folder))
+    return int(names[-1].removesuffix(".json")) if names else 1
 
 
 def digest(folder: RunFolder, attempt: Attempt) -> str:

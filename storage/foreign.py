@@ -12,8 +12,8 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from milepost.storage import files
+from milepost.storage.messages import Messages
 from milepost.storage.prompt_source import BadLine, parse_line
-from milepost.storage.prompts import Messages
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

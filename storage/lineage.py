@@ -94,6 +94,7 @@ class Lineage:
             "end": self._send_end,
             "report": self._send_report,
             "evaluation": self._send_evaluation,
+            "best": self._send_best,
         }
         if record.get("kind") not in kinds:
             raise RecordRefused(f"unknown kind of record {record.get('kind')!r}; known: {sorted(kinds)}")
@@ -142,6 +143,7 @@ class Lineage:
         tags = own_tags(record["tags"] | before) | aliases(now)
         entities.log(self._client, run, tags=tags, params={legal_name(name): value for name, value in now.items()})
         self._client.set_terminated(run, "FINISHED", end_time=record["time_ms"])
+        entities.log(self._client, parent, tags=own_tags({"reason": ""}))  # for which it had ended
         self._client.update_run(parent, status="RUNNING")
 
     def _send_step(self, record: Record) -> None:
@@ -174,6 +176,14 @@ class Lineage:
         if record["reason"]:
             entities.log(self._client, run, tags=own_tags({"reason": record["reason"]}))
         self._client.set_terminated(run, record["status"], end_time=record["time_ms"])
+
+    def _send_best(self, record: Record) -> None:
+        """A tag on the model, which no other one of the run keeps, and its version on the run."""
+        run, best = self._run(record, "run"), f"{record['metric']} {record['value']:g}"
+        marked = f"tags.`{UID}` LIKE '{_sibling(record, '%')}' AND tags.`{entities.BEST}` LIKE '%'"
+        before = [found.model_id for found in self._client.search_logged_models([self._experiment_id], marked)]
+        entities.mark_best(self._client, self._model(_sibling(record, checkpoint_id(record["version"]))), before, best)
+        entities.log(self._client, run, tags=own_tags({"best_checkpoint": str(record["version"]), "best_metric": best}))
 
     def _send_report(self, record: Record) -> None:
         """The report as it is now: one that was written since is what is wanted."""

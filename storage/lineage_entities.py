@@ -11,6 +11,7 @@ from milepost.storage.lineage_names import DIGEST_CHARACTERS, PREFIX, legal_name
 from milepost.storage.outbox import Record
 
 BATCH = 100  # the most tags or parameters in one request
+BEST = PREFIX + "best"  # of a run's checkpoints, with the metric that it is by
 
 
 def batches(items: list[Any]) -> Iterator[list[Any]]:
@@ -81,3 +82,12 @@ def write_model_file(client: Any, model: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         get_external_mlflow_model_spec(model).save(str(Path(folder) / MLMODEL_FILE_NAME))
         client.log_model_artifacts(model.model_id, folder)
+
+
+def mark_best(client: Any, model: str | None, before: Sequence[str], best: str) -> None:
+    """Tag a model as the best one, and no longer those that were it before."""
+    for other in before:
+        if other != model:
+            client.delete_logged_model_tag(other, BEST)
+    if model is not None:
+        client.set_logged_model_tags(model, {BEST: best})

@@ -136,6 +136,11 @@ def end_record(run_id: str, status: Status, *, reason: str = "") -> Record:
     return _record("end", f"end-{time.time_ns()}", run_id, status=status, reason=reason)
 
 
+def best_record(run_id: str, version: int, *, metric: str, value: float) -> Record:
+    """The checkpoint of `version` is the best one by now."""
+    return _record("best", f"best-{time.time_ns()}", run_id, version=version, metric=metric, value=value)
+
+
 def report_record(run_id: str, uri: str) -> Record:
     """A report of the run was written to `uri`."""
     return _record("report", f"report-{time.time_ns()}", run_id, uri=uri)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from milepost.storage import files, lease
+from milepost.storage import files, lease, stops
 from milepost.storage.journal import Commit
 from milepost.storage.runs import RunFolder
 
@@ -66,12 +66,12 @@ def _outcome(manifest: StepManifest) -> StepManifest:
 def load(folder: RunFolder, step: int) -> StepManifest:
     """The manifest of a step, with its tables and checkpoint where the run is now, wherever it was then."""
     found = StepManifest(**files.read_json(folder.manifest(step)))
-    place = folder.step(step)
+    place, saved = folder.step(step), bool(found.checkpoint) or stops.has_saved(folder, step + 1)
     commits = [
         entry | {"tables": {name: files.moved(ref, place) for name, ref in entry["tables"].items()}}
         for entry in found.commits
     ]
-    return replace(found, commits=commits, checkpoint=folder.checkpoint(step + 1) if found.checkpoint else "")
+    return replace(found, commits=commits, checkpoint=folder.checkpoint(step + 1) if saved else "")
 
 
 def finished_steps(folder: RunFolder) -> list[int]:

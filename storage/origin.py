@@ -6,6 +6,13 @@ from typing import Any
 from milepost.storage.runs import RunRecord
 
 ORIGIN = "origin"  # in the data of a run's record
+IMPORTED = "imported"  # in the place of a reward's name: whatever scored the file
+
+
+def require_own_reward(run: str, name: str, instead: str) -> None:
+    """ValueError for the reward of a run whose samples were scored elsewhere; `instead` is what can be done."""
+    if name == IMPORTED:
+        raise ValueError(f"the samples of run {run!r} were scored elsewhere, before they were imported: {instead}")
 
 
 @dataclass

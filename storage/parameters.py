@@ -4,33 +4,15 @@ The docstring under a field is its help text in the Prefect form. Whatever becom
 are masked in it: `model_dump(mode="json")` for that, the fields themselves or a plain `model_dump()` to work with.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from milepost.storage import redaction
+from milepost.storage.section import Section
+from milepost.storage.watched import AlertSection, StopSection
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A group of parameters: immutable, and strict about names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-
-    @model_serializer(mode="wrap", when_used="json")
-    def _without_secrets(self, dump: SerializerFunctionWrapHandler) -> Any:
-        return redaction.masked(dump(self))
 
 
 class ModelSection(Section):
@@ -213,6 +195,10 @@ class CheckpointSection(Section):
     """Newest checkpoints kept; older ones are removed."""
     keep_every: NonNegativeInt = 0
     """Keep also the checkpoints of every so many steps; 0 keeps none of them."""
+    best_metric: str = ""
+    """Evaluation metric, as eval/SET/NAME, whose best checkpoint always stays; the mean of the first set when empty."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of it is the best."""
 
 
 class EvalSet(Section):
@@ -327,6 +313,8 @@ class Parameters(Section):
     sync: SyncSection = SyncSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
+    stop: StopSection = StopSection()
+    alert: AlertSection = AlertSection()
     engines: EnginesSection = EnginesSection()
     tracking: TrackingSection = TrackingSection()
 

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from milepost.storage import files
+from milepost.storage.messages import Messages, Unusable, as_text, checked_message, shown
 from milepost.storage.parameters import DataSection
 from milepost.storage.prompt_source import EXTENSIONS, BadLine, RawRow, parse_json, parse_path, read_rows
 from milepost.storage.redaction import masked_text
 from milepost.storage.registry import nearest
 from milepost.storage.schema import PROMPTS
 from milepost.storage.text import encodable, to_json
-
-Messages = list[dict[str, Any]]
 
 
 class Tokenizer(Protocol):
@@ -80,10 +79,6 @@ class PromptSet:
     def too_long_share(self) -> float:
         """The share of sound rows that do not fit the context."""
         return self.too_long / (len(self.prompts) + self.too_long)
-
-
-class _Unusable(ValueError):
-    """Why a row is no prompt."""
 
 
 def load_prompts(
@@ -149,8 +144,8 @@ def _check_keys(uri: str, values: Sequence[dict[str, Any]], data: DataSection) -
 def _read_row(row: RawRow, data: DataSection, tokenizer: Tokenizer, dataset: str) -> Prompt | BadLine:
     try:
         return _prompt(row, data, tokenizer, dataset)
-    except _Unusable as error:
-        return BadLine(row.line, str(error), _as_text(row.value))
+    except Unusable as error:
+        return BadLine(row.line, str(error), as_text(row.value))
 
 
 def _prompt(row: RawRow, data: DataSection, tokenizer: Tokenizer, dataset: str) -> Prompt:
@@ -160,7 +155,7 @@ def _prompt(row: RawRow, data: DataSection, tokenizer: Tokenizer, dataset: str) 
     try:
         texts = [to_json(value) for value in (prompt, label, metadata)]
     except (TypeError, ValueError) as error:
-        raise _Unusable(f"a value that JSON cannot hold: {error}") from None
+        raise Unusable(f"a value that JSON cannot hold: {error}") from None
     tokens = _tokens(prompt, tokenizer, template=data.apply_chat_template)
     return Prompt(prompt_id(prompt, label, metadata), dataset, row.row, texts[0], tokens, texts[1], texts[2])
 
@@ -168,19 +163,12 @@ def _prompt(row: RawRow, data: DataSection, tokenizer: Tokenizer, dataset: str) 
 def _checked_prompt(value: dict[str, Any], key: str) -> str | Messages:
     prompt = value.get(key)
     if prompt is None:
-        raise _Unusable(f"no {key!r}; keys found: {sorted(value)}")
+        raise Unusable(f"no {key!r}; keys found: {sorted(value)}")
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        raise _Unusable(f"{key!r} is {_shown(prompt)}, expected a string or a list of messages, not empty")
-    return [_checked_message(message, key) for message in prompt]
-
-
-def _checked_message(message: Any, key: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise _Unusable(f"{key!r} holds {_shown(message)}, expected a message with 'role' and 'content'")
-    # Parquet gives every message the fields of all; a null there means that the message has none.
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
+        raise Unusable(f"{key!r} is {shown(prompt)}, expected a string or a list of messages, not empty")
+    return [checked_message(message, key) for message in prompt]
 
 
 def _checked_metadata(metadata: Any, key: str) -> dict[str, Any]:
@@ -189,24 +177,24 @@ def _checked_metadata(metadata: Any, key: str) -> dict[str, Any]:
         try:
             metadata = parse_json(metadata)
         except (ValueError, RecursionError) as error:
-            raise _Unusable(f"{key!r} is text that is not a JSON object: {error}") from None
+            raise Unusable(f"{key!r} is text that is not a JSON object: {error}") from None
     if metadata is None:
         return {}
     if not isinstance(metadata, dict):
-        raise _Unusable(f"{key!r} is {_shown(metadata)}, expected an object")
+        raise Unusable(f"{key!r} is {shown(metadata)}, expected an object")
     return metadata
 
 
 def _tokens(prompt: str | Messages, tokenizer: Tokenizer, *, template: bool) -> list[int]:
     if not template and not isinstance(prompt, str):
-        raise _Unusable("the prompt is a list of messages: set data.apply_chat_template, or give a string")
+        raise Unusable("the prompt is a list of messages: set data.apply_chat_template, or give a string")
     text = encodable(prompt)
     try:
         ids = tokenizer.render(text) if template else tokenizer.encode(text)
     except ValueError as error:
-        raise _Unusable(f"the tokenizer refuses it: {error}") from None
+        raise Unusable(f"the tokenizer refuses it: {error}") from None
     if not ids:
-        raise _Unusable("the prompt has no tokens")
+        raise Unusable("the prompt has no tokens")
     return ids
 
 
@@ -230,15 +218,3 @@ def _counted(prompts: tuple[Prompt, ...], *, too_long: int, bad_lines: int) -> P
 def _quarantined(uri: str, bad: Sequence[BadLine]) -> bytes:
     lines = ({"file": uri, "line": line.line, "reason": line.reason, "text": line.text} for line in bad)
     return "".join(to_json(line) + "\n" for line in lines).encode()
-
-
-def _as_text(value: Any) -> str:
-    try:
-        return to_json(value)
-    except (TypeError, ValueError):
-        return repr(value)
-
-
-def _shown(value: Any) -> str:
-    text = _as_text(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
@@ -17,6 +18,7 @@ from milepost.storage.tables import DamagedTable, encode, read_bytes
 from milepost.storage.text import to_json
 from milepost.storage.tombstones import TOMBSTONE, TOMBSTONE_JSON, entombed
 
+_MODELS = ("checkpoints/", "weights/", "exports/")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{12})\.parquet$")
 
 
@@ -134,13 +136,25 @@ def clean_quarantine(folder: RunFolder, words: list[list[str]]) -> None:
         files.publish(uri, "".join(json.dumps(line) + "\n" for line in left).encode(), overwrite=True)
 
 
+def clean_logs(folder: RunFolder, words: list[list[str]]) -> None:
+    """Lines of logs that have the words of a prompt lose their text."""
+    for path in _logs(folder):
+        lines = path.read_bytes().decode(errors="surrogateescape").split("\n")
+        left = [TOMBSTONE if _says(line, words) else line for line in lines]
+        if left != lines:
+            files.publish(str(path), "\n".join(left).encode(errors="surrogateescape"), overwrite=True)
+
+
+def _logs(folder: RunFolder) -> list[Path]:
+    """The logs of a run, also those that were replaced by others; they are local wherever the run is."""
+    return sorted(path for path in Path(folder.logs).glob("*") if path.is_file())
+
+
 def files_with(folder: RunFolder, words: list[list[str]]) -> list[str]:
     """The files of a run, but for tables and what a model is saved as, that have the words of a prompt."""
     fs, path = files.filesystem(folder.uri)
     inside = {str(found): str(found).removeprefix(path).lstrip("/") for found in fs.find(path)}
-    looked = [
-        found
-        for found, name in inside.items()
-        if not name.startswith(("checkpoints/", "weights/")) and not name.endswith(".parquet")
-    ]
-    return sorted(inside[found] for found in looked if _says(fs.cat_file(found).decode(errors="replace"), words))
+    looked = [found for found, name in inside.items() if not name.startswith(_MODELS) and not name.endswith(".parquet")]
+    left = [inside[found] for found in looked if _says(fs.cat_file(found).decode(errors="replace"), words)]
+    apart = [] if folder.workspace == folder.uri else _logs(folder)
+    return sorted([*left, *(str(log) for log in apart if _says(log.read_bytes().decode(errors="replace"), words))])

@@ -28,10 +28,18 @@ def pin(folder: RunFolder, version: int, name: str, reason: str) -> None:
     files.publish_json(uri, {"version": version, "name": name, "reason": reason}, overwrite=True)
 
 
-def pinned(folder: RunFolder) -> set[int]:
-    """Versions with at least one pin."""
-    numbers = (name for name in files.names(_pins(folder)) if name.isdigit())
-    return {int(name) for name in numbers if files.names(files.join(_pins(folder), name))}
+def unpin(folder: RunFolder, version: int, name: str) -> None:
+    """Take a pin away, if it is there."""
+    fs, path = files.filesystem(files.join(_pins(folder), f"{version:06d}", f"{name}.json"))
+    if fs.exists(path):
+        fs.rm_file(path)
+
+
+def pinned(folder: RunFolder, name: str = "") -> set[int]:
+    """Versions with a pin of that name, or with any."""
+    numbers = (number for number in files.names(_pins(folder)) if number.isdigit())
+    pins = {int(number): files.names(files.join(_pins(folder), number)) for number in numbers}
+    return {number for number, found in pins.items() if (f"{name}.json" in found if name else found)}
 
 
 def removed(folder: RunFolder) -> set[int]:

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.storage import attempts, checkpoints, files, purges, retention, runs
+from milepost.storage import attempts, checkpoints, files, purges, retention, runs, stops
 from milepost.storage.batch_plan import batch_plan
 from milepost.storage.evaluated import evaluated
 from milepost.storage.origin import origin_of
@@ -56,6 +56,7 @@ def verify(folder: RunFolder, *, workers: int | None = None, advance: Advance | 
     of = evaluated(record)
     if of is not None:
         _add_evaluation(result, check_evaluation(folder, record, of))
+        _add_purges(result, folder)
         return result
     facts = _facts(folder, record)
     steps = stored_steps(folder)
@@ -69,9 +70,7 @@ def verify(folder: RunFolder, *, workers: int | None = None, advance: Advance | 
     if facts.course.taken and result.steps < wanted:
         result.notes.append(f"{result.steps} of {wanted} steps are made: `milepost resume {folder.run_id}` goes on")
     _check_evals(folder, result)
-    faults, notes = check_purges(folder)
-    result.faults += faults
-    result.notes += notes
+    _add_purges(result, folder)
     _check_begin(folder, record, result)
     _check_checkpoints(folder, [item.step for item in found if item.finished], result)
     return result
@@ -174,6 +173,12 @@ def _add_evaluation(result: Verification, found: StepFindings) -> None:
         result.notes.append(f"the evaluation is not finished: `milepost resume {result.run}` goes on with it")
 
 
+def _add_purges(result: Verification, folder: RunFolder) -> None:
+    faults, notes = check_purges(folder)
+    result.faults += faults
+    result.notes += notes
+
+
 def _check_evals(folder: RunFolder, result: Verification) -> None:
     """The tables that evaluations have committed."""
     place = files.join(folder.uri, "evals")
@@ -204,8 +209,8 @@ def _check_checkpoints(folder: RunFolder, steps: list[int], result: Verification
     named: dict[int, dict[str, Any]] = {}
     for step in sorted(steps):
         closed = load_json(folder.manifest(step))
-        if not isinstance(closed, Fault) and closed["checkpoint"]:
-            named[int(base_name(closed["checkpoint"]))] = closed
+        if not isinstance(closed, Fault) and (closed["checkpoint"] or stops.has_saved(folder, step + 1)):
+            named[step + 1] = closed
     removed, retired = 0, retention.removed(folder)
     for version, closed in named.items():
         uri = folder.checkpoint(version)

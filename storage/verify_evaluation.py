@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from milepost.storage import files
+from milepost.storage import files, purges
 from milepost.storage.evaluated import Evaluated
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.verify_samples import check_groups, check_rows, check_stage, check_versions
@@ -17,7 +17,8 @@ def check_evaluation(folder: RunFolder, record: RunRecord, of: Evaluated) -> Ste
     findings = StepFindings(0, files.exists(folder.manifest(0)))
     found = load_json(folder.manifest(0)) if findings.finished else None
     entries = read_entries(uri, findings.faults)
-    tables = read_tables(uri, entries, findings.faults)
+    begun = {name for purge in purges.unfinished(folder.uri) for name in purge.prompts}
+    tables = read_tables(uri, entries, findings.faults, begun=begun)
     findings.tables = sum(len(part) for part in tables.values())
     if isinstance(found, Fault):
         findings.faults.append(found)

@@ -15,6 +15,7 @@ from milepost.storage.verify_prompts import Served, check_served
 from milepost.storage.verify_samples import check_groups, check_kept, check_rows, check_stage, check_versions
 from milepost.storage.verify_stored import SHARDED, Entry, SlotKey, StoredStep, read_entries, read_tables
 from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, Stack, base_name, load_json, stack
+from milepost.storage.verify_taken import check_taken, samples_vary
 
 _MANIFEST_FIELDS = [item.name for item in fields(StepManifest) if item.default is MISSING]
 
@@ -168,6 +169,7 @@ def _check_contents(facts: RunFacts, stored: StoredStep, findings: StepFindings)
     newest = stored.newest()
     findings.served, findings.samples = served.places, newest.table.num_rows
     findings.faults += faults + check_rows(newest, facts.folder.run_id, stored.step)
+    findings.faults += check_taken(facts.folder, stored)
     findings.faults += _check_shards(stored) + check_kept(stored.stack("filter")) + _check_stamps(stored, newest)
     if stored.manifest is not None:
         findings.faults += _check_accounting(facts, stored, served)
@@ -213,7 +215,8 @@ def _with_settings(facts: RunFacts, stored: StoredStep, settings: Settings) -> t
             Fault(file, f"has cursor {stored.manifest['cursor']}, sampling ended at {served.cursor}", WRITTEN_SO)
         )
     size = settings.plan.n_samples_per_prompt
-    faults += check_groups(stored.newest(), served.prompts, size, exact=not facts.imported)
+    exact = not facts.imported and not samples_vary(stored)
+    faults += check_groups(stored.newest(), served.prompts, size, exact=exact)
     for slot in stored.slots("optimize"):
         uri, entry, batches = stored.commit_uri(slot), stored.entries[slot], stored.stack("optimize")
         faults += check_batches(

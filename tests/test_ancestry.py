@@ -113,7 +113,7 @@ def test_what_nobody_had_is_refused(made: MadeRun) -> None:
 
 @pytest.mark.parametrize("what", ["made", "checkpoint:made", "checkpoint:made@x", "prompt:", "run:made"])
 def test_a_question_of_another_form_is_refused(made: MadeRun, what: str) -> None:
-    with pytest.raises(ValueError, match="give checkpoint:RUN@STEP, prompt:ID or sample:ID"):
+    with pytest.raises(ValueError, match="give checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID or sample:ID"):
         answer(what, str(Path(made.folder.uri).parent))
 
 

@@ -11,9 +11,12 @@ from milepost.engines.protocols import UpdateParams
 from milepost.storage import checkpoints, files, retention
 from milepost.storage.checkpoints import CheckpointRef, DamagedCheckpoint
 from milepost.storage.runs import RunFolder
-from milepost.storage.tables import TableRef
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.storage.tables import TableRef, write_table
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.sync import save_checkpoint
+
+from .test_tables import rollout
 
 STATE = b"optimizer moments" * 1000
 
@@ -188,24 +191,24 @@ def test_a_pin_is_for_a_checkpoint_that_is_there(folder: RunFolder) -> None:
         retention.pin(folder, 1, "../eval", "best")
 
 
-def batch(digest: str) -> TableRef:
-    return TableRef("unread", 4, digest, "rollouts")
+def batch(folder: RunFolder, sample: str) -> TableRef:
+    return write_table(f"{folder.uri}/batches/{sample}", from_rows([rollout(sample)], ROLLOUTS), ROLLOUTS)
 
 
 def test_a_fake_trainer_restores_what_it_had_and_forgets_what_came_after(folder: RunFolder) -> None:
     rank, update = FakeRank(0, 1, None), UpdateParams("ppo_clip")
     for key in ("a", "b"):
-        rank.step(batch(key), update, key)
+        rank.step(batch(folder, key), update, key)
     pushed = rank.weights(folder.weights(1), 1).version
     save_checkpoint(pushed, folder=folder, trainer=rank)
-    end = rank.step(batch("c"), update, "c")
+    end = rank.step(batch(folder, "c"), update, "c")
     weights = rank.weights(folder.weights(2), 2).version
     for restored in (rank, FakeRank(0, 1, None)):
         ref = checkpoints.latest(folder)
         assert ref is not None and (ref.version, ref.last_key) == (pushed, "b")
         restored.restore(ref)
-        assert restored.step(batch("b"), update, "b").optimizer_step == 2
-        assert restored.step(batch("c"), update, "c") == end
+        assert restored.step(batch(folder, "b"), update, "b").optimizer_step == 2
+        assert restored.step(batch(folder, "c"), update, "c") == end
         assert restored.weights(folder.weights(2), 2).version == weights
     flipped = path(folder, 1, "fake.json")
     flipped.write_text(flipped.read_text().replace('"last"', '"lost"'))
@@ -216,7 +219,7 @@ def test_a_fake_trainer_restores_what_it_had_and_forgets_what_came_after(folder:
 def test_a_repeated_step_keeps_the_checkpoint_it_has_and_replaces_a_damaged_one(folder: RunFolder) -> None:
     rank = FakeRank(0, 1, None)
     for number in (1, 2):
-        rank.step(batch(str(number)), UpdateParams("ppo_clip"), str(number))
+        rank.step(batch(folder, str(number)), UpdateParams("ppo_clip"), str(number))
         pushed = rank.weights(folder.weights(number), number).version
         save_checkpoint(pushed, folder=folder, trainer=rank)
     published = path(folder, 2, "checkpoint.json").stat().st_ino

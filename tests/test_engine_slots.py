@@ -9,6 +9,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
 from milepost.flows.engine_slots import engine_slots, wanted_slots
+from milepost.flows.trainer_alone import without_rollout
 from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
 
 CORES = os.cpu_count() or 1
@@ -32,6 +33,11 @@ def test_on_gpus_a_run_wants_those_that_it_reserves() -> None:
     assert wanted_slots(parameters(train="megatron"), gpus=True) == 2
     assert wanted_slots(parameters(train="megatron", rollout="sglang"), gpus=True) == 5
     assert wanted_slots(parameters(), gpus=True) == 0
+
+
+def test_a_trainer_alone_wants_its_own_cores_only() -> None:
+    assert wanted_slots(without_rollout(parameters(train="megatron", rollout="embedded", threads=1)), gpus=False) == 2
+    assert wanted_slots(without_rollout(parameters(train="megatron", rollout="sglang")), gpus=True) == 2
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from milepost.flows.checkpoint import find_weights
 from milepost.flows.evaluate import Regressed, evaluate
+from milepost.flows.purge import purge_run
+from milepost.flows.replay import replay
 from milepost.flows.results import evaluations
 from milepost.flows.sql import as_rows, query
 from milepost.storage import checkpoints, files, manifest, runs
@@ -19,6 +22,7 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.verify import verify
 
 from .rewards_for_tests import GENERATED
+from .test_purge import telling
 from .test_train_fake import parameters, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
@@ -170,6 +174,25 @@ def test_a_changed_score_is_a_fault(run: RunFolder, full: dict[str, Any]) -> Non
     finally:
         Path(table).write_bytes(whole)
     assert fault.file == table and "was written" in fault.problem
+
+
+def test_a_purged_prompt_is_gone_from_an_evaluation_with_its_report_and_comparisons(
+    run: RunFolder, full: dict[str, Any], tmp_path: Path
+) -> None:
+    root = shutil.copytree(root_of(run), tmp_path / "runs")
+    folder = runs.run_folder(str(root), "full")
+    asked = "select prompt_id, json_extract_string(prompt, '$') from rollouts where status = 'completed' limit 1"
+    gone, text = as_rows(query([folder], asked))[1][0]
+    assert telling(Path(folder.uri), text)
+    done = purge_run(str(root), folder, [gone], reason="asked for")
+    assert telling(Path(folder.uri), text) == [] and done.left == []
+    found = verify(folder)
+    assert found.faults == [] and f"(asked for) of what prompts said: {gone}" in found.notes[-1]
+
+
+def test_an_evaluation_has_no_steps_to_replay(run: RunFolder, full: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="'full' is an evaluation of first@1 and has no steps to run again"):
+        asyncio.run(replay(run="full", root=root_of(run)))
 
 
 def test_checkpoints_are_found_by_run_and_step_and_by_their_folder(run: RunFolder) -> None:

@@ -22,7 +22,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_each_sample_is_a_row_of_messages_tokens_reward_and_versions(made: MadeRun, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from milepost.flows.export import export
 from milepost.flows.import_run import Import, Imported, import_run
 from milepost.flows.lineage import answer
+from milepost.flows.regrading import regrade_run
 from milepost.flows.report import write_report
 from milepost.flows.sample_view import find_sample, show_sample
 from milepost.flows.sql import as_rows, query
@@ -22,10 +23,15 @@ from milepost.flows.start import require_resumable
 from milepost.storage import runs
 from milepost.storage.ancestry import Ancestry
 from milepost.storage.begun import Origin
+from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import RewardSection
+from milepost.storage.parent import TAKEN, Taken
 from milepost.storage.runs import RunFolder
+from milepost.storage.tables import read_table
 from milepost.storage.text import to_json
 from milepost.storage.verify import verify
+from milepost.storage.verify_stored import StoredStep
+from milepost.storage.verify_taken import check_taken, samples_vary
 
 FIXTURES = Path(__file__).parent / "fixtures"
 Row = dict[str, Any]
@@ -89,12 +95,13 @@ def test_what_is_exported_is_imported_as_it_was(tmp_path: Path, model_dir: str) 
     assert asyncio.run(import_run(wanted)).steps == 2
     copy = runs.run_folder(str(tmp_path), "copy")
     export(copy, str(again))
-    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (first, again))
+    before, after = ([json.loads(line) for line in path.read_bytes().splitlines()] for path in (first, again))
     assert before == [item | {"run_id": "old"} for item in after]
     assert verify(copy).faults == []
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(
@@ -116,7 +123,7 @@ def test_any_rows_are_sound_runs_and_come_out_as_they_went_in(
     bring(root, given_rows, model=model_dir, run="one", groups_per_step=size)
     folder = runs.run_folder(str(root), "one")
     export(folder, str(root / "out.jsonl"))
-    found = [json.loads(line) for line in (root / "out.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (root / "out.jsonl").read_bytes().splitlines()]
     bring(root, found, model=model_dir, run="two", groups_per_step=size)  # with the tokens that it was given
     names = ("messages", "label", "reward")
     key = [to_json([item[name] for name in names]) for item in found]
@@ -228,6 +235,33 @@ def test_a_changed_group_or_row_of_it_is_a_fault(imported: Importer) -> None:
     table = next(Path(folder.step(0)).glob("filter-*.parquet"))
     table.write_bytes(table.read_bytes()[:-1])
     assert [fault.file for fault in verify(folder).faults] == [str(table)]
+
+
+def test_regrading_what_was_scored_elsewhere_asks_for_a_reward(imported: Importer) -> None:
+    folder = imported([row(reward=1), row(answer="3", reward=0)])
+    root = str(Path(folder.uri).parent)
+    with pytest.raises(ValueError, match="'foreign' were scored elsewhere, .* what to score them now, with --reward"):
+        asyncio.run(regrade_run("foreign", root, reward=None, steps="", threshold=0.5))
+    found = asyncio.run(regrade_run("foreign", root, reward=RewardSection(name="exact"), steps="", threshold=0.5))
+    assert (found.samples, found.flips) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "problem"), [(0, ""), (1, "group 000000-0-0000 has 2 samples, and 3 in run 'foreign'")]
+)
+def test_a_group_that_was_taken_has_as_many_samples_as_in_the_run_it_is_from(
+    imported: Importer, lost: int, problem: str
+) -> None:
+    source = imported([row(answer=str(number)) for number in (1, 2, 3)] + [row("2+2=")])
+    commit = StepStore(source.step(0), "foreign", 0).stored(Slot("generate", 0, 0))
+    assert commit is not None
+    table = read_table(commit.tables["rollouts"]).slice(lost)
+    taken = Taken("foreign", 0, "", "", {"rollouts": commit.tables["rollouts"].digest})
+    slot, entry = ("generate", 0, 0), {"slot": commit.slot, "record": {TAKEN: asdict(taken)}}
+    stored = StoredStep(0, "", None, None, {slot: entry}, {slot: {"rollouts": ("mine.parquet", table)}})
+    found = check_taken(runs.run_folder(str(Path(source.uri).parent), "child"), stored)
+    assert samples_vary(stored) and [fault.file for fault in found] == ["mine.parquet"] * lost
+    assert all(problem in fault.problem for fault in found)
 
 
 def test_a_run_is_imported_to_where_a_store_is(tmp_path: Path, model_dir: str) -> None:

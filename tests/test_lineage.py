@@ -272,3 +272,23 @@ def test_sections_are_flattened_to_dotted_names() -> None:
 def test_artifacts_lie_beside_a_local_database_and_where_a_server_says() -> None:
     assert artifact_location("sqlite:////runs/mlflow.db") == "/runs/mlartifacts"
     assert artifact_location("http://127.0.0.1:5000") is None
+
+
+def test_the_best_checkpoint_has_a_tag_that_the_one_before_loses(told: tuple[Lineage, str], tmp_path: Path) -> None:
+    lineage, _ = told
+    saved = [
+        records.checkpoint_record("better", number, uri=f"/c/{number}", weights_version=f"{number}-a", step=number - 1)
+        for number in (1, 2)
+    ]
+    best = [records.best_record("better", number, metric="held-out accuracy", value=number / 4) for number in (1, 2)]
+    begin = records.run_record("better", parameters={}, tags={})
+    steps = [records.step_record("better", step, metrics={}, tables={}, tags={}) for step in (0, 1)]
+    assert send_all(lineage, f"{tmp_path}/outbox", [begin, *steps, *saved, *best]).refused == ()
+    client = client_of(lineage)
+    experiment = client.get_experiment_by_name(lineage.experiment).experiment_id
+    models = client.search_logged_models([experiment], "tags.`milepost.run_id` = 'better'")
+    assert {model.name: model.tags.get("milepost.best") for model in models} == {
+        "better-v1": None,
+        "better-v2": "held-out accuracy 0.5",
+    }
+    assert found_run(lineage, "better").data.tags["milepost.best_checkpoint"] == "2"

@@ -88,10 +88,12 @@ def telling(folder: Path, text: str) -> list[str]:
 def test_the_text_is_gone_from_every_file_of_the_run(run: RunFolder, root: Path) -> None:
     before, folder = telling(root, TEXTS[GONE]), Path(run.uri)
     (folder / "steps" / "000000" / ".generate.tmp").write_text(TEXTS[GONE])
+    (folder / "logs" / "rollout-0.log.1").write_text(f"asked\n{TEXTS[GONE]}\nanswered\n")
     assert {path.split("/")[1] for path in before} >= {"steps", "evals", "prompts", "quarantine.jsonl"}
     beside = {row: telling(root, TEXTS[row]) for row in range(12) if row != GONE}
     done = purge_run(str(root), run, [gone_id(run)], reason="asked for")
     assert telling(root, TEXTS[GONE]) == [] and done.left == []
+    assert (folder / "logs" / "rollout-0.log.1").read_text() == "asked\n[purged]\nanswered\n"
     assert {row: telling(root, TEXTS[row]) for row in beside}.keys() == beside.keys()
     assert all(set(telling(root, TEXTS[row])) >= {p for p in beside[row] if "report" not in p} for row in beside)
     asked = f"select distinct response, list_sum(response_token_ids) from rollouts where prompt_id = '{gone_id(run)}'"

@@ -11,6 +11,7 @@ import pytest
 
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
+from milepost.flows.import_run import Import, import_run
 from milepost.flows.lineage import Touched, answer
 from milepost.flows.plan import make_plan
 from milepost.flows.plan_numbers import describe
@@ -22,7 +23,7 @@ from milepost.flows.train import resume
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.ancestry import Ancestry
 from milepost.storage.journal import Slot, StepStore
-from milepost.storage.parameters import Parameters
+from milepost.storage.parameters import DataSection, Parameters, RewardSection, RolloutSection
 from milepost.storage.parent import taken_from
 from milepost.storage.runs import RunFolder
 from milepost.storage.verify import verify
@@ -117,6 +118,23 @@ def test_a_run_on_stored_samples_needs_the_other_run_no_more(learned: RunFolder,
     judged = asyncio.run(replay(run="learned", root=str(tmp_path)))
     assert judged["verdict"] == "identical"
     assert {item["stage"] for item in judged["stages"]} == {"filter", "optimize", "weights"}
+
+
+def test_groups_of_unequal_sizes_that_were_imported_are_trained_on_and_verified(base: Path, model_dir: str) -> None:
+    rows = [(question, answer) for question in range(5) for answer in range(1 + question % 3)]
+    (base / "foreign.jsonl").write_text("".join(json.dumps(foreign_row(*row)) + "\n" for row in rows))
+    wanted = Import(str(base / "foreign.jsonl"), "foreign", str(base), model_dir, groups_per_step=2)
+    asyncio.run(import_run(wanted))
+    own = ["data.rollouts=foreign", "model.context_length=4096", "algorithm.num_steps_per_rollout=1"]
+    defaults = {"data": DataSection(rollouts="foreign"), "rollout": RolloutSection(), "reward": RewardSection()}
+    folder = trained("taught", base, chosen(base, model_dir, *own).model_copy(update=defaults), steps=3)
+    found = verify(folder)
+    assert (found.faults, found.samples) == ([], len(rows))
+
+
+def foreign_row(question: int, answer: int) -> dict[str, Any]:
+    said = [{"role": "user", "content": f"{question}+1="}, {"role": "assistant", "content": str(answer)}]
+    return {"messages": said, "prompt": f"{question}+1=", "label": str(question + 1), "reward": answer % 2}
 
 
 def test_lineage_goes_on_in_the_run_whose_samples_were_taken(base: Path, learned: RunFolder) -> None:

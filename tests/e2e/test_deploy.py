@@ -1,123 +1,40 @@
-"""Deployments on a real server, run by a real worker elsewhere: to the end, refused, cancelled, killed and paused."""
+"""Deployments on a real server, run by a real worker elsewhere: to the end, refused, cancelled, killed and paused.
 
+And what the server does by itself meanwhile: alerts, evaluations on a schedule and of what is saved.
+"""
+
+import json
 import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
-from uuid import UUID
 
-import httpx
-import psutil
 import pytest
-import yaml
-from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelling, State
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelling, Scheduled, State
 
+from milepost.flows.automations import ensure_evaluation
 from milepost.storage import manifest, runs
+from milepost.storage.evaluated import evaluated
 from milepost.storage.runs import RunFolder
+
+from .site import MILEPOST, POOL, TINY, Site, living, opened, within
 
 pytestmark = pytest.mark.slow
 
-MILEPOST = str(Path(sys.executable).parent / "milepost")
-TINY: dict[str, Any] = {
-    "steps": 2,
-    "model": {"path": "model", "context_length": 32},
-    "data": {
-        "path": "prompts.jsonl",
-        "apply_chat_template": False,
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-    },
-    "rollout": {"max_new_tokens": 4, "shards": 1},
-    "reward": {"name": "exact"},
-    "algorithm": {"num_steps_per_rollout": 1},
-    "engines": {"train": "fake", "rollout": "fake"},
-    "tracking": {"enabled": False},
+WATCHED: dict[str, Any] = {
+    "eval": {"path": "prompts.jsonl@[0:4]", "every_steps": 1000},
+    "checkpoint": {"every_steps": 1, "keep_last": 9},
+    "alert": {"bounds": [{"metric": "rollout/reward", "below": 2.0}]},
 }
-POOL = "deployed"
-
-
-class Site:
-    """A folder from which `milepost deploy` was called, its worker, and the server that both speak to."""
-
-    def __init__(self, client: SyncPrefectClient, folder: Path, worker: psutil.Process) -> None:
-        self.client, self.folder, self.worker = client, folder, worker
-
-    def post(self, name: str, **parameters: Any) -> httpx.Response:
-        """What the run form of a deployment sends."""
-        found = self.client.read_deployment_by_name(name)
-        url = f"{str(self.client.api_url).rstrip('/')}/deployments/{found.id}/create_flow_run"
-        while (answer := httpx.post(url, json={"parameters": parameters}, timeout=60)).status_code == 503:
-            time.sleep(1)  # its database is busy
-        return answer
-
-    def start(self, name: str, **parameters: Any) -> UUID:
-        answer = self.post(name, **parameters)
-        assert answer.status_code == 201, answer.text
-        return UUID(answer.json()["id"])
-
-    def until(self, flow_run: UUID, *names: str, seconds: float = 120) -> FlowRun:
-        """The flow run, once it is in a state of one of these names."""
-        found = self.client.read_flow_run(flow_run)
-        assert within(seconds, lambda: self.state(flow_run) in names), f"{found.name} is {self.state(flow_run)}"
-        return self.client.read_flow_run(flow_run)
-
-    def state(self, flow_run: UUID) -> str:
-        return str(self.client.read_flow_run(flow_run).state_name)
-
-    def trained(self, flow_run: UUID, steps: int) -> RunFolder:
-        """The run that a flow run works on, after so many finished steps."""
-        self.until(flow_run, "Running")
-        folder = self.run(flow_run)
-        assert within(120, lambda: len(manifest.finished_steps(folder)) >= steps)
-        return folder
-
-    def run(self, flow_run: UUID) -> RunFolder:
-        """A run that nobody named is called by its deployment and its flow run."""
-        return runs.run_folder(str(self.folder / "runs"), f"tiny-{str(flow_run)[-8:]}")
-
-    def below(self, flow_run: UUID) -> set[str]:
-        """States of the steps that a flow run shows."""
-        parent = filters.FlowRunFilterParentFlowRunId(any_=[flow_run])
-        found = self.client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(parent_flow_run_id=parent))
-        return {str(step.state_name) for step in found}
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return condition()
-
-
-def living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [found for found in processes if found.is_running() and found.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")
-def site(prefect_server: str, model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "model").symlink_to(model_dir)
-    rows = "".join(f'{{"prompt": "{number}+1=", "label": "{number + 1}"}}\n' for number in range(16))
-    (folder / "prompts.jsonl").write_text(rows)
-    (folder / "tiny.yaml").write_text("# Sums on fake engines.\n" + yaml.safe_dump(TINY))
-    command = [MILEPOST, "deploy", "--pool", POOL, "--recipe", "tiny.yaml", "--slots", "2"]
-    environment = {**os.environ, "PREFECT_API_URL": prefect_server}
-    subprocess.run([*command, "--no-worker"], check=True, cwd=folder, env=environment, timeout=120)
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-    assert within(90, lambda: "started!" in (folder / "log").read_text()), (folder / "log").read_text()
-    (worker,) = psutil.Process(process.pid).children()
-    with get_client(sync_client=True) as client:
-        yield Site(client, folder, worker)
-    process.terminate()
-    assert process.wait(90) == 0 and not living([worker])
+def site(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with opened(model_dir, tmp_path_factory.mktemp("site")) as found:
+        yield found
 
 
 def test_a_form_is_filled_in_by_the_recipe_and_relative_paths_start_where_deploy_was_called(site: Site) -> None:
@@ -210,3 +127,47 @@ def test_a_paused_run_gives_its_engines_back_and_resumes_where_it_stopped(site: 
     site.client.set_flow_run_state(flow_run, Cancelling())
     site.until(flow_run, "Cancelled", seconds=30)
     assert within(30, lambda: site.below(flow_run) <= {"Completed", "Crashed", "Cancelled"})
+
+
+@pytest.fixture(scope="module")
+def run(site: Site) -> RunFolder:
+    """Two steps, a checkpoint after each, of which the run itself has evaluated the last."""
+    flow_run = site.start("train/tiny", **WATCHED)
+    site.until(flow_run, "Completed")
+    return site.run(flow_run)
+
+
+def evaluations_of(run: RunFolder) -> list[str]:
+    """What of a run has been evaluated by others, to the end."""
+    root = run.uri.rpartition("/")[0]
+    found = ((folder, evaluated(runs.load(folder))) for folder in runs.run_folders(root))
+    return sorted(of.label for folder, of in found if of and of.run == run.run_id and manifest.finished_steps(folder))
+
+
+def test_a_metric_beyond_its_bound_is_posted_to_the_webhook_once(site: Site, run: RunFolder) -> None:
+    assert within(60, lambda: bool(site.alerts))
+    alerts = [json.loads(body) for body in site.alerts]
+    assert [(alert["run"], alert["metric"], alert["step"]) for alert in alerts] == [(run.run_id, "rollout/reward", 1)]
+    assert alerts[0]["reason"].endswith("which is below 2") and alerts[0]["above"] is None
+
+
+def test_a_schedule_evaluates_what_nobody_has_and_is_left_as_it_is_by_another_deploy(
+    site: Site, run: RunFolder
+) -> None:
+    found = site.client.read_deployment_by_name("evaluate-new/evaluate-new")
+    # The worker's own deploy, without the option, came after the one that asked for it.
+    assert [(item.schedule.model_dump()["cron"], item.active) for item in found.schedules] == [("0 5 * * *", True)]
+    of_it = filters.FlowRunFilter(deployment_id=filters.FlowRunFilterDeploymentId(any_=[found.id]))
+    assert within(150, lambda: bool(site.client.read_flow_runs(flow_run_filter=of_it)))
+    first = min(site.client.read_flow_runs(flow_run_filter=of_it), key=lambda item: str(item.expected_start_time))
+    site.client.set_flow_run_state(first.id, Scheduled(), force=True)  # as if it were five o'clock
+    site.until(first.id, "Completed", "Failed")
+    assert site.state(first.id) == "Completed" and evaluations_of(run) == [f"{run.run_id}@1"]
+
+
+def test_a_checkpoint_is_evaluated_when_it_is_saved(site: Site, run: RunFolder) -> None:
+    evaluate = site.client.read_deployment_by_name("evaluate/evaluate").id
+    ensure_evaluation(site.client, evaluate, active=True)
+    site.until(site.start("resume/resume", run=run.run_id, steps=TINY["steps"] + 1), "Completed")
+    assert within(120, lambda: f"{run.run_id}@3" in evaluations_of(run)), evaluations_of(run)
+    ensure_evaluation(site.client, evaluate, active=False)

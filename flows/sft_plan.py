@@ -1,0 +1,149 @@
+"""What a supervised fine-tuning would be, worked out and checked without starting anything."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from milepost.engines.model_layout import check_layout
+from milepost.engines.tokenizer import Tokenizer, load_tokenizer
+from milepost.flows.engine_checks import check_gpus
+from milepost.flows.fine_tune import Example, SftPlan
+from milepost.flows.plan import check_context, model_folder
+from milepost.flows.recipe import absolute_root
+from milepost.flows.trainer_alone import without_rollout
+from milepost.storage import files, redaction, runs
+from milepost.storage.messages import Messages
+from milepost.storage.parameters import (
+    DataSection,
+    EnginesSection,
+    ModelSection,
+    OptimizerSection,
+    Parameters,
+    PerfSection,
+)
+from milepost.storage.prompt_source import parse_path
+from milepost.storage.runs import RunFolder
+from milepost.storage.sft_rows import Dialogue, SftDataSection, Solved, bad_row, read_sft_rows
+from milepost.storage.text import encodable
+
+
+@dataclass(frozen=True)
+class SftRun:
+    """A fine-tuning that can start. `data` is what its record says of the rows."""
+
+    folder: RunFolder
+    parameters: Parameters
+    model_dir: str
+    examples: list[Example]
+    plan: SftPlan
+    data: dict[str, Any]
+
+
+def plan_sft(
+    folder: RunFolder,
+    *,
+    data: SftDataSection,
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    perf: PerfSection,
+    engines: EnginesSection,
+    steps: int | None = None,
+    epochs: float | None = None,
+) -> SftRun:
+    """Check everything that can be checked before processes start; the first thing that is wrong is one sentence."""
+    require_place(folder)
+    if steps is not None and epochs is not None:
+        raise ValueError(f"{steps} steps and {epochs:g} epochs are asked for: give one of them")
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ValueError(f"epochs is {epochs:g}, it must be more than 0")
+    if engines.train == "none":
+        raise ValueError("engines.train is 'none', and somebody has to train: set it to 'megatron'")
+    own = DataSection(seed=data.seed)
+    given = Parameters(model=model, data=own, optimizer=optimizer, perf=perf, engines=engines)
+    parameters = without_rollout(given).resolved()
+    if not model.path:
+        raise ValueError("no model is given: name its folder with --model, or as model.path")
+    model_dir = model_folder(parameters.model.path)
+    config = json.loads(Path(model_dir, "config.json").read_text())
+    check_layout(config, parameters.model)
+    check_gpus(config, parameters)
+    check_context(config, parameters)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=model.trust_remote_code)
+    path: str = redaction.resolved(data.path)
+    found = [_example(row, path, tokenizer, template=data.apply_chat_template) for row in read_sft_rows(path)]
+    examples = _fitting(found, path, model.context_length)
+    return SftRun(
+        folder,
+        parameters,
+        model_dir,
+        examples,
+        _plan(len(examples), data, steps, epochs),
+        {
+            "file": redaction.masked_text(absolute_root(path)),
+            "digest": files.digest_of(files.read(parse_path(path)[0])),
+            "rows": len(found),
+            "too_long": len(found) - len(examples),
+        },
+    )
+
+
+def require_place(folder: RunFolder) -> None:
+    """ValueError or RunExists unless something may be made under this name."""
+    if not files.is_local(folder.uri):
+        raise ValueError(f"root {folder.uri.rpartition('/')[0]!r} is not a local folder: fine-tuned weights need one")
+    runs.require_new(folder)
+    if files.names(folder.uri):
+        raise runs.RunExists(f"{folder.uri} already exists: choose another name")
+
+
+def _plan(rows: int, data: SftDataSection, steps: int | None, epochs: float | None) -> SftPlan:
+    """So many steps, or so many times every row, once if nothing else is said."""
+    if steps is not None:
+        return SftPlan(steps, data.batch_size, data.seed)
+    wanted = max(1, round(rows * (1.0 if epochs is None else epochs)))
+    return SftPlan(math.ceil(wanted / data.batch_size), data.batch_size, data.seed, examples=wanted)
+
+
+def _example(row: Dialogue | Solved, path: str, tokenizer: Tokenizer, *, template: bool) -> Example:
+    try:
+        if isinstance(row, Solved):
+            return solved_example(row.prompt, row.response, tokenizer, template=template)
+        return dialogue_example(row.messages, tokenizer)
+    except ValueError as error:
+        raise bad_row(parse_path(path)[0], row.line, str(error)) from None
+
+
+def solved_example(prompt: str, response: str, tokenizer: Tokenizer, *, template: bool) -> Example:
+    """A prompt as it would be asked, and the response with the token that ends it."""
+    asked = encodable(prompt)
+    ids = tokenizer.render(asked) if template else tokenizer.encode(asked)
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    return Example(prompt, ids, response, tokenizer.encode_response(encodable(response), ended=True))
+
+
+def dialogue_example(messages: Messages, tokenizer: Tokenizer) -> Example:
+    """A dialogue from its first token that the assistant says to its last, and as a prompt what comes before."""
+    ids, mask = tokenizer.dialogue(encodable(messages))
+    if 1 not in mask:
+        raise ValueError("no token of it is the assistant's, so there is nothing to learn")
+    begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
+    if not begin:
+        raise ValueError("its first token is the assistant's, and nothing predicts that")
+    first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
+    said = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
+    return Example(messages[:first], ids[:begin], said, ids[begin:end], mask[begin:end])
+
+
+def _fitting(found: list[Example], path: str, context_length: int) -> list[Example]:
+    """The examples that the model is to be trained on; ValueError when all are too long."""
+    fitting = [example for example in found if example.tokens <= context_length]
+    if not fitting:
+        shortest = min(example.tokens for example in found)
+        raise ValueError(
+            f"{path}: all {len(found)} rows are too long, the shortest has {shortest} tokens and the context "
+            f"{context_length}: raise model.context_length to {shortest} or more"
+        )
+    return fitting

@@ -1,0 +1,30 @@
+"""A trainer without rollout engines, for what needs none: replays and supervised fine-tuning."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from milepost.engines.fleet import create_trainer
+from milepost.engines.gpu_placement import reserved
+from milepost.engines.protocols import TrainEngine
+from milepost.flows.engine_slots import engine_slots
+from milepost.storage.parameters import Parameters
+
+
+def without_rollout(parameters: Parameters) -> Parameters:
+    """`parameters` of a run whose rollout engines use no GPU and no core."""
+    return parameters.model_copy(update={"engines": parameters.engines.model_copy(update={"rollout": "fake"})})
+
+
+@asynccontextmanager
+async def trainer_alone(name: str, parameters: Parameters, model_dir: str) -> AsyncIterator[TrainEngine]:
+    """The trainer of a run, once it is its turn, alone on its GPUs if there are any; it ends with the block."""
+    alone = without_rollout(parameters)
+    async with engine_slots(alone):
+        with reserved(name, alone):
+            trainer = create_trainer(name, alone, model_dir)
+            try:
+                await asyncio.to_thread(trainer.load)
+                yield trainer
+            finally:
+                trainer.close()

@@ -1,0 +1,17 @@
+"""What all groups of parameters have in common."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+
+from milepost.storage import redaction
+
+
+class Section(BaseModel):
+    """A group of parameters: immutable, and strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_secrets(self, dump: SerializerFunctionWrapHandler) -> Any:
+        return redaction.masked(dump(self))
