@@ -17,14 +17,18 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP  := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test sglang check types bench chaos doctor clean
+.PHONY: demo test test-long sglang check types bench chaos doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/milepost demo
 
 test: $(VENV)/.installed check types sglang
 	$(BIN)/python -m pytest -m "not slow and not gpu"
-	$(BIN)/python -m pytest -rs -m "slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -rs -m "slow and not long and not gpu" -n 2 --dist loadfile
+
+# Every command of the pages typed, the pages of a run opened in a browser, and all that a worker and its pages do.
+test-long: $(VENV)/.installed
+	$(BIN)/python -m pytest -rs -m "long and not gpu"
 
 # Without it the tests of real SGLang are skipped, and say so.
 sglang:

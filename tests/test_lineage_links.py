@@ -215,7 +215,9 @@ def test_prefect_shows_the_report_once_on_the_page_of_each_flow_run(family: Path
 
     key = artifact_key("first")
     with get_client(sync_client=True) as client:
-        shown = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key, f"file-{key}"])))
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key, f"file-{key}"])))
+    pages = {item.flow_run_id for item in found if str(family) in item.data}  # other roots have a run of this name
+    shown = [item for item in found if item.flow_run_id in pages]
     assert len(shown) == 4 and len({(item.key, item.flow_run_id) for item in shown}) == 4
     newest = max((item for item in shown if item.key == key), key=lambda item: item.created)
     assert f"| steps | {STEPS + 1} of {STEPS + 1} |" in newest.data and "data:image/svg+xml;base64," in newest.data

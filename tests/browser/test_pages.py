@@ -21,6 +21,7 @@ CHROMIUM = shutil.which("chromium")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: the pages are not tested, `apt-get install chromium`"),
 ]
 
@@ -90,7 +91,7 @@ def page(site: Site) -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE)
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         yield page
         page.screenshot(path=site.pictures / "last.png")  # of a test that failed, where it failed
         browser.close()

@@ -78,6 +78,7 @@ def test_a_wrong_value_is_refused_before_anything_starts(
     assert answer.status_code == 409 and reason in answer.text
 
 
+@pytest.mark.long
 def test_a_worker_elsewhere_trains_to_the_end_and_replays_it(site: Site) -> None:
     trained = site.start("train/tiny")
     site.until(trained, "Completed")
@@ -103,6 +104,7 @@ def test_a_cancelled_run_ends_within_30_seconds_leaves_nothing_running_and_can_g
     assert len(manifest.finished_steps(folder)) == done + 1
 
 
+@pytest.mark.long
 def test_a_run_whose_process_is_killed_is_shown_as_crashed_with_its_steps(site: Site) -> None:
     flow_run = site.start("train/tiny", steps=100000)
     site.trained(flow_run, 2)
@@ -112,6 +114,7 @@ def test_a_run_whose_process_is_killed_is_shown_as_crashed_with_its_steps(site: 
     assert within(30, lambda: site.below(flow_run) <= {"Completed", "Crashed"})
 
 
+@pytest.mark.long
 def test_a_paused_run_gives_its_engines_back_and_resumes_where_it_stopped(site: Site) -> None:
     flow_run = site.start("train/tiny", steps=100000)
     folder = site.trained(flow_run, 2)
@@ -144,6 +147,7 @@ def evaluations_of(run: RunFolder) -> list[str]:
     return sorted(of.label for folder, of in found if of and of.run == run.run_id and manifest.finished_steps(folder))
 
 
+@pytest.mark.long
 def test_a_metric_beyond_its_bound_is_posted_to_the_webhook_once(site: Site, run: RunFolder) -> None:
     assert within(60, lambda: bool(site.alerts))
     alerts = [json.loads(body) for body in site.alerts]
@@ -151,6 +155,7 @@ def test_a_metric_beyond_its_bound_is_posted_to_the_webhook_once(site: Site, run
     assert alerts[0]["reason"].endswith("which is below 2") and alerts[0]["above"] is None
 
 
+@pytest.mark.long
 def test_a_schedule_evaluates_what_nobody_has_and_is_left_as_it_is_by_another_deploy(
     site: Site, run: RunFolder
 ) -> None:
@@ -165,6 +170,7 @@ def test_a_schedule_evaluates_what_nobody_has_and_is_left_as_it_is_by_another_de
     assert site.state(first.id) == "Completed" and evaluations_of(run) == [f"{run.run_id}@1"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_evaluated_when_it_is_saved(site: Site, run: RunFolder) -> None:
     evaluate = site.client.read_deployment_by_name("evaluate/evaluate").id
     ensure_evaluation(site.client, evaluate, active=True)

@@ -18,7 +18,7 @@ from milepost.flows.gym_data import make_reasoning_gym
 from milepost.flows.sql import chosen_runs, query
 from tests.documents import ROOT, Command, block, commands
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 BIN = Path(sys.executable).parent
 DOCS = ROOT / "docs"
@@ -103,7 +103,11 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     apart = {
         name: value for name, value in os.environ.items() if not name.startswith(("MILEPOST_", "PREFECT_", "RAY_"))
     }
-    environment = apart | {"HOME": str(home), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environment = apart | {
+        "HOME": str(home),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "ALERTS_URL": "http://127.0.0.1:9/alerts",
+    }
     found = Reader(home, home, environment)
     up = found.call(["milepost", "up"])
     assert up.returncode == 0, up.stderr

@@ -92,6 +92,7 @@ def test_a_killed_run_goes_on_from_the_bucket_alone(tmp_path: Path, model_dir: s
     assert os.environ["AWS_ENDPOINT_URL"].encode() not in files.read(stored.folder.record)
 
 
+@pytest.mark.long
 def test_real_engines_restore_what_they_uploaded(tmp_path: Path, model_dir: str, prompts: str) -> None:
     calm, stored = cases(tmp_path, settings_of(model_dir, prompts, "checkpoint.every_steps=1"), steps=2)
     kill_and_move(stored, "000000/manifest.json")

@@ -161,6 +161,7 @@ def test_a_killed_run_is_shown_as_crashed_once_it_is_resumed(server: Server, beg
     assert server.states("gone")[-2:] == ["Crashed", "Completed"]
 
 
+@pytest.mark.long
 def test_a_run_whose_own_prefect_server_dies_ends_well(begin: Begin) -> None:
     command = begin(8)
     assert command.has_done(2), command.log.read_text()
@@ -184,6 +185,7 @@ def test_a_run_that_is_told_to_end_while_prefect_is_gone_ends_in_order(server: S
     assert code == 0 and "resume with: milepost resume gone" in said and "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_run_that_fails_while_prefect_is_gone_says_why_it_failed(server: Server, begin: Begin) -> None:
     filtering = ["filter.group=tests.e2e.test_prefect_gone:kill_prefect_and_drop", "filter.on_too_few=fail"]
     known = {"PREFECT_API_URL": server.url, PREFECT_PID: str(server.process.pid)}
