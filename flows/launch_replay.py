@@ -112,18 +112,25 @@ def show_kept(found: dict[str, Any], *, as_json: bool) -> None:
         show_verdict(found, as_json=False)
 
 
+HEADLINE = "kept_groups", "advantage_magnitude", "loss", "grad_norm", "pg_clipfrac"
+
+
 def show_changes(found: dict[str, Any], *, as_json: bool) -> None:
-    """A row a step; every number as it was and as it would have been."""
+    """A row a step; the numbers that matter most as they were and as they would have been."""
     if as_json:
         print(json.dumps(found))
         return
-    names = list(dict.fromkeys(row["metric"] for row in found["rows"] if row["stored"] != row["now"]))
+    differing = list(dict.fromkeys(row["metric"] for row in found["rows"] if row["stored"] != row["now"]))
+    names = [name for name in HEADLINE if name in differing] or differing[: len(HEADLINE)]
     changes = ", ".join(f"{key} {before!r} -> {after!r}" for key, (before, after) in found["changes"].items())
-    table = Table("step", *names, title=f"{found['run']} with {changes}", title_justify="left")
+    heads = [name.removesuffix("_magnitude") for name in names]
+    table = Table("step", *heads, title=f"{found['run']} with {changes}", title_justify="left")
     cells = {(row["step"], row["metric"]): _cell(row["stored"], row["now"]) for row in found["rows"]}
     for step in dict.fromkeys(row["step"] for row in found["rows"]):
         table.add_row(str(step), *(cells.get((step, name), "") for name in names))
     Console().print(table if names else f"{found['run']} with {changes}: no number differs")
+    if rest := [name for name in differing if name not in names]:
+        print(f"also differing, and in --out and --json: {', '.join(rest)}")
 
 
 def _cell(stored: float | None, now: float | None) -> str:
