@@ -5,6 +5,7 @@ A sequence never mixes weight versions, unless it was running when generation wa
 
 import concurrent.futures
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,8 +38,10 @@ class Scheduler:
         self._closing = False
         self._updates: deque[Command] = deque()
         self._inbox: queue.SimpleQueue[Sequence | Command] = queue.SimpleQueue()
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scheduler")
-        self._loop = self._executor.submit(self._run)
+        self._loop: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # A daemon: the end of a process whose cluster is gone does not wait for it.
+        self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
+        self._thread.start()
         self._loop.add_done_callback(self._finish_all)
 
     def submit(self, sequence: Sequence) -> None:
@@ -80,7 +83,7 @@ class Scheduler:
     def close(self) -> None:
         """End the thread; sequences that were not finished are aborted."""
         self._inbox.put(partial(setattr, self, "_closing", True))
-        self._executor.shutdown()
+        self._thread.join()
 
     def _ask(self, command: Command, *, via: Callable[[Command], None] | None = None) -> None:
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -95,6 +98,14 @@ class Scheduler:
             raise EngineFailed(self.failure())
 
     # From here on: the scheduler's thread only.
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._loop.set_exception(error)
+        else:
+            self._loop.set_result(None)
 
     def _run(self) -> None:
         while not self._closing:
