@@ -9,18 +9,17 @@ from contextlib import ExitStack
 
 from prefect.runtime import flow_run
 
-from milepost.engines.fleet import Fleet, fleet, is_engine_failure
+from milepost.engines.fleet import Fleet, fleet
 from milepost.engines.protocols import WeightSource, WeightVersion
 from milepost.engines.stored_weights import StoredWeights, model_folder_weights
 from milepost.flows.checkpoint import Weights
 from milepost.flows.checkpoint_weights import exported_weights
 from milepost.flows.evaluation_request import COURSE, EvaluationPlan
-from milepost.flows.failure import first_cause, sentence
 from milepost.flows.loop import joined_ray
-from milepost.flows.progress import Advance, progress_bar, say
+from milepost.flows.progress import Advance, progress_bar
 from milepost.flows.services import running
 from milepost.flows.start import Launched, require_model, store_prompts
-from milepost.flows.supervision import Restarts, supervised
+from milepost.flows.supervision import Restarts, on_new_engines, supervised
 from milepost.flows.tracker import open_tracker, tracking_uri
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.eval_sets import set_rows
@@ -127,18 +126,13 @@ async def _on_engines(launched: Launched, weights: Weights) -> None:
     """The sets, on new engines each time that something other than a rollout engine dies or hangs."""
     source = await exported_weights(weights)
     restarts = Restarts(launched.parameters.engines.max_restarts)
-    while True:
-        try:
-            with fleet(launched.folder.run_id, launched.parameters, weights.model_dir, course=COURSE) as engines:
-                version = await hand_out(weights, source, launched, engines)
-                await supervised(_score_all(launched, engines, version), launched, engines, restarts)
-            return
-        except Exception as error:  # an engine may fail inside any group of shards; everything else is raised on
-            cause = first_cause(error)
-            if not is_engine_failure(cause):
-                raise
-            restarts.take(error)
-            say(f"{sentence(cause)}; the engines start again")
+
+    async def attempt() -> None:
+        with fleet(launched.folder.run_id, launched.parameters, weights.model_dir, course=COURSE) as engines:
+            version = await hand_out(weights, source, launched, engines)
+            await supervised(_score_all(launched, engines, version), launched, engines, restarts)
+
+    await on_new_engines(attempt, restarts)
 
 
 async def _score_all(launched: Launched, engines: Fleet, version: WeightVersion) -> None:

@@ -6,11 +6,10 @@ from contextlib import ExitStack, contextmanager
 
 from prefect.runtime import flow_run
 
-from milepost.engines.fleet import Fleet, fleet, is_engine_failure, is_joined, joined_cluster
+from milepost.engines.fleet import Fleet, fleet, is_joined, joined_cluster
 from milepost.engines.gpu_placement import shares_gpus
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.deadline import stacks_kept
-from milepost.flows.failure import first_cause, sentence
 from milepost.flows.progress import Advance, progress_bar, say, step_text
 from milepost.flows.report_delivery import report_at_end
 from milepost.flows.results import evaluation_folder
@@ -19,7 +18,7 @@ from milepost.flows.run_page import shown
 from milepost.flows.services import running
 from milepost.flows.start import Launched
 from milepost.flows.step_context import Position
-from milepost.flows.supervision import Restarts, supervised
+from milepost.flows.supervision import Restarts, on_new_engines, supervised
 from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.flows.view import View
 from milepost.flows.watching import Watch, stop
@@ -110,20 +109,15 @@ async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advanc
 async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) -> None:
     """The steps, on new engines each time that something other than a rollout engine dies or hangs."""
     restarts = Restarts(launched.parameters.engines.max_restarts)
-    while True:
-        try:
-            model_dir, course = launched.record.model["folder"], course_of(launched.record)
-            with fleet(launched.folder.run_id, launched.parameters, model_dir, course=course) as engines:
-                async with stacks_kept(launched):
-                    steps = run_steps(launched, engines, tracker, advance, restarts)
-                    await supervised(steps, launched, engines, restarts)
-            return
-        except Exception as error:  # an engine may fail inside any group of shards; everything else is raised on
-            cause = first_cause(error)
-            if not is_engine_failure(cause):
-                raise
-            restarts.take(error)
-            say(f"{sentence(cause)}; the engines start again")
+    model_dir, course = launched.record.model["folder"], course_of(launched.record)
+
+    async def attempt() -> None:
+        with fleet(launched.folder.run_id, launched.parameters, model_dir, course=course) as engines:
+            async with stacks_kept(launched):
+                steps = run_steps(launched, engines, tracker, advance, restarts)
+                await supervised(steps, launched, engines, restarts)
+
+    await on_new_engines(attempt, restarts)
 
 
 @contextmanager

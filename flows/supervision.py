@@ -5,16 +5,17 @@ engine is admitted with the current weights only.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from milepost.engines.cluster import EngineDied, EngineMissing, EngineTimeout
-from milepost.engines.fleet import Fleet, start_rollout
+from milepost.engines.fleet import Fleet, is_engine_failure, start_rollout
 from milepost.engines.gpu_placement import shares_gpus
 from milepost.engines.protocols import WeightHolder, WeightSource
 from milepost.engines.rollout_actor import RolloutActor
+from milepost.flows.failure import first_cause, sentence
 from milepost.flows.progress import say
 from milepost.flows.start import Launched
 from milepost.router.control import add_worker, remove_worker, rotation
@@ -40,6 +41,20 @@ class Restarts:
 
     def refill(self) -> None:
         self.used = 0
+
+
+async def on_new_engines(attempt: Callable[[], Awaitable[None]], restarts: Restarts) -> None:
+    """Make an attempt, which starts engines, and another each time that one of them dies or hangs and ends it."""
+    while True:
+        try:
+            await attempt()
+            return
+        except Exception as error:  # an engine may fail inside any group of shards; everything else is raised on
+            cause = first_cause(error)
+            if not is_engine_failure(cause):
+                raise
+            restarts.take(error)
+            say(f"{sentence(cause)}; the engines start again")
 
 
 async def supervised(work: Coroutine[Any, Any, None], launched: Launched, fleet: Fleet, restarts: Restarts) -> None:
