@@ -1,13 +1,16 @@
 """What a flow came to, whatever Prefect could be told of it: its own errors take the place of the flow's."""
 
 import functools
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from prefect.exceptions import ExternalSignal, PrefectSignal
+from prefect.exceptions import ExternalSignal, PrefectSignal, TerminationSignal
+
+from milepost.flows.sigterm import heard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,24 +44,34 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
     @functools.wraps(body)
     async def record(*args: P.args, **kwargs: P.kwargs) -> R:
         outcome = _outcome.get(Outcome())
-        try:
-            outcome.result = result = await body(*args, **kwargs)
-        except BaseExceptionGroup as group:
-            outcome.error = _signal_in(group) or group
-            raise outcome.error from None
-        except BaseException as error:  # a cancellation is an outcome too
-            outcome.error = error
-            raise
+        with heard() as sigterm:
+            try:
+                outcome.result = result = await body(*args, **kwargs)
+            except BaseException as error:  # a cancellation is an outcome too
+                came = TerminationSignal(signal.SIGTERM) if sigterm.came else None
+                outcome.error = _signal_in(error) or came or error
+                if outcome.error is error:
+                    raise
+                raise outcome.error from None
         outcome.done = True
         return result
 
     return record
 
 
-def _signal_in(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """What Prefect asks a flow to end by, which it knows only as itself: work side by side raises groups."""
-    for error in group.exceptions:
-        found = _signal_in(error) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(found, ExternalSignal | PrefectSignal):
-            return found
+def _signal_in(error: BaseException) -> BaseException | None:
+    """What Prefect asks a flow to end by, which it knows only as itself.
+
+    Work side by side raises it in a group, and where it came while an error was handled it is that error's context.
+    """
+    seen: set[int] = set()  # an error that was raised again out of its group has that group as its context
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ExternalSignal | PrefectSignal):
+            return each
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting += [each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
     return None

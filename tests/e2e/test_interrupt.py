@@ -66,7 +66,7 @@ def test_an_interrupted_run_leaves_nothing_running(
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) > 3
     os.killpg(process.pid, number) if to_group else process.send_signal(number)
-    assert process.wait(30) == code
+    assert process.wait(30) == code, (tmp_path / "stderr").read_text()
     assert wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in started), 15)
     said = (tmp_path / "stderr").read_text()
     assert f"resume with: milepost resume stopped --root {tmp_path}" in said and "Traceback" not in said
