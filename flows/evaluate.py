@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from prefect import flow
 from pydantic import Field
 
-from milepost.flows import crashed
 from milepost.flows.checkpoint import Weights
+from milepost.flows.claim import claimed
 from milepost.flows.engine_slots import engine_slots
 from milepost.flows.evaluation import open_evaluation, run_evaluation
 from milepost.flows.evaluation_report import write_evaluation_report
@@ -19,11 +19,9 @@ from milepost.flows.outcome import recorded
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
 from milepost.flows.run_name import made_name
-from milepost.flows.run_status import resume_command
 from milepost.flows.start import Launched
 from milepost.storage import attempts, manifest, runs
 from milepost.storage.evaluated import evaluated
-from milepost.storage.lease import hold
 from milepost.storage.parameters import EvalSet
 from milepost.storage.runs import RunFolder
 from milepost.storage.weight_version import WeightVersion
@@ -54,15 +52,13 @@ def stored_weights(folder: RunFolder) -> Weights:
 
 async def _work_on(folder: RunFolder, root: str, plan: EvaluationPlan | None) -> None:
     """Begin the evaluation, or go on with it, while this process alone holds it."""
-    with hold(folder) as lease:
-        await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, resume_command(folder, root))
-        await asyncio.to_thread(crashed.mark_superseded, folder.uri, lease.fence)
+    async with claimed(folder, root) as fence:
         if plan is None:
             weights = stored_weights(folder)
-            launched = Launched(root, folder, attempts.current(folder), lease.fence)
+            launched = Launched(root, folder, attempts.current(folder), fence)
         else:
             weights = plan.weights
-            launched = await asyncio.to_thread(open_evaluation, plan, folder, fence=lease.fence)
+            launched = await asyncio.to_thread(open_evaluation, plan, folder, fence=fence)
         if manifest.finished_steps(folder):
             say(f"evaluation {folder.run_id} is finished: nothing is generated again")
         async with engine_slots(launched.parameters):

@@ -7,16 +7,15 @@ from prefect import flow
 from pydantic import PositiveInt
 
 from milepost.flows import crashed
+from milepost.flows.claim import claimed
 from milepost.flows.engine_slots import engine_slots
 from milepost.flows.loop import run_training
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
 from milepost.flows.run_name import made_name, shown_name
-from milepost.flows.run_status import resume_command
 from milepost.flows.start import begin_run, ended, reopen_run
 from milepost.storage import files, runs
-from milepost.storage.lease import hold
 from milepost.storage.parameters import (
     AlgorithmSection,
     CheckpointSection,
@@ -49,18 +48,14 @@ async def work_on(
     parent: ParentRun | None = None,
 ) -> str:
     """Begin the run, from a `parent` if there is one, or go on with it, while this process alone holds it."""
-    with hold(folder) as lease:
-        await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, resume_command(folder, root))
-        await asyncio.to_thread(crashed.mark_superseded, folder.uri, lease.fence)
+    async with claimed(folder, root) as fence:
         if files.exists(folder.record):
             launched = await asyncio.to_thread(
-                reopen_run, root, folder, steps, parameters, allowed=allowed, fence=lease.fence
+                reopen_run, root, folder, steps, parameters, allowed=allowed, fence=fence
             )
         else:
             assert steps is not None and parameters is not None
-            launched = await asyncio.to_thread(
-                begin_run, root, folder, steps, parameters, fence=lease.fence, parent=parent
-            )
+            launched = await asyncio.to_thread(begin_run, root, folder, steps, parameters, fence=fence, parent=parent)
         if launched.is_finished:
             say(ended(launched))
         else:
