@@ -2,16 +2,19 @@
 
 import re
 import unicodedata
+from collections.abc import Callable
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_BARE_BOX = re.compile(r"[^\s{}$]+")
+from milepost.tasks.extraction import after_thinking, is_braced, last_boxed
+
+MAX_LINE = 2000  # of a line without a box, the end that is searched
+
 _MARKED = re.compile(
     r"(?:\banswer\b[\s*_]*(?:\bis\b|[:=])[\s*_:]*(?:(?:therefore|thus|then|simply|just|exactly|equal to)\s+)?|####\s*)"
     r"(\S.*)",
     re.IGNORECASE,
 )
 _LEAD = re.compile(r"(?<![<>!=])=>?(?!=)|->|(?<=[A-Za-z)]):\s")
-_INLINE_MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_INLINE_MATH = re.compile(r"\$\$?([^$]+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _NUMBER_IN_TEXT = re.compile(r"-?(?:\d[\d,]*)?\.?\d+(?:\s*/\s*\d+)?%?")
 _SENTENCE_END = re.compile(r"\.\s+(?=[A-Z])")
 
@@ -23,86 +26,93 @@ _SYMBOLS = str.maketrans(
         "\u2013": "-",
         "\u00d7": r"\times ",
         "\u00b7": r"\cdot ",
+        "\u22c5": r"\cdot ",
         "\u00f7": "/",
         "\u2044": "/",
-        "\u00b0": "",
+        "\u2215": "/",
+        "\u00b0": " ",
         "\u03c0": r"\pi ",
         "\u221e": r"\infty ",
-        "\u221a": r"\sqrt ",
         "\u2264": r"\le ",
         "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u2248": r"\approx ",
+        "\u2208": r"\in ",
         "\u222a": r"\cup ",
+        "\u2229": r"\cap ",
         "\u2205": r"\emptyset ",
+        "\u211d": r"\mathbb{R} ",
         "\u00b1": r"\pm ",
         "\u00a0": " ",
+        "\u202f": " ",
+        "\u2009": " ",
         "\u3002": ".",
+        "\u3001": ",",
         "$": "",
         "\u20ac": "",
         "\u00a3": "",
+        "\u00a5": "",
     }
 )
-_SUPERSCRIPT = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\[()\[\]]", ""),
-        (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
-        (r"\\[dtc]frac", r"\\frac"),
-        (r"\\(?:left|right|bigl|bigr|big|displaystyle)(?![a-zA-Z])\s*", ""),
-        (r"\\[!,;: ]|~|\\q?quad", " "),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree", ""),
-        (r"\{,\}", ","),
-        (r"\*\*", "^"),
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
-        (r"\\%", "%"),
-        (r"(?<![\d,.(\[{])([-+]?\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match.group(1).replace(",", "")),
-        (r"(?<!\d)\.(?=\d)", "0."),
-        (r"\s+", " "),
-        (r"(?<![\d.])(\d{1,3}(?: \d{3})+)(?![\d/]| \d)", lambda match: match.group(1).replace(" ", "")),
-    )
+_SUPERSCRIPT = re.compile("[\u207b\u207a\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_STYLES = "text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|operatorname|underline|boxed"
+_NUMBER = r"(?<![\d.])(\d+(?:\.\d+)?)\s?"
+_TENS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\\\\\s+", r"\\\\"),
+    (r"(?<!\\)\\[()\[\]]", ""),
+    (r"\\(?:color\s*\{[^{}]*\}|textcolor\s*\{[^{}]*\})\s*(?:\{([^{}]*)\})?", r" \1 "),
+    *[(rf"\\(?:{_STYLES})\s*\{{([^{{}}]*)\}}", r" \1 ")] * 3,  # from the inside out
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\(?:left|right|[bB]ig+[lr]?|displaystyle|textstyle|bf|rm|it|mathstrut)(?![a-zA-Z])\s*", ""),
+    (r"(?<!\\)\\[!,;: ]|~|\\q?quad", " "),
+    (r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge"),
+    (r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le"),
+    (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset"),
+    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+    (r"\\langle(?![a-zA-Z])", "("),
+    (r"\\rangle(?![a-zA-Z])", ")"),
+    (r"\{([pbv]|small)matrix\}", "{matrix}"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree", " "),
+    (r"\{,\}", ","),
+    (r"(?<=[\w)}\]])\s?\*\*\s?(?=[\w({\[-])", "^"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"\\%", "%"),
+    (r"(?<![A-Za-z])(?:percent|per cent)(?![A-Za-z])", "%"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+    (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
+    (r"(?:(?<![A-Za-z\\])sqrt|\\sqrt)\s?\(([^()]*)\)", r"\\sqrt{\1}"),
+    ("\u221a\\s?\\(([^()]*)\\)", r"\\sqrt{\1}"),
+    ("\u221a\\s?(\\d+(?:\\.\\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"(?<![\d,.(\[{])([-+]?\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match.group(1).replace(",", "")),
+    (r"(?<!\d)\.(?=\d)", "0."),
+    (r"\s+", " "),
+    (r"(?<![\d.])(\d{1,3}(?: \d{3})+)(?![\d/]| \d)", lambda match: match.group(1).replace(" ", "")),
+    *((rf"{_NUMBER}{word}(?![A-Za-z])", rf"\1\\times 10^{{{power}}}") for word, power in _TENS.items()),
+    (r"(?i)^\s?(?:the )?(?:final )?answer ?(?:is|:|=) ?(?=\S)", ""),
+    (r"^\s?\\approx(?![a-zA-Z])", ""),
 ]
+_REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _PATTERNS]
 
 
 def extract_answer(response: str, *, boxed_only: bool = False) -> str | None:
     """The final answer as written, or None when there is none.
 
-    In this order, and only after the last `</think>`: the last complete `\\boxed{}`; what follows the last "answer is",
+    In this order, and only after the thinking: the last complete `\\boxed{}`; what follows the last "answer is",
     "answer:" or "####"; the last formula, right side or number of the last line; that line.
     """
-    text = response.rpartition("</think>")[2]
+    text = after_thinking(response)
     boxed = last_boxed(text)
     if boxed is not None or boxed_only:
         return boxed
     marked = _MARKED.findall(text)
     if marked:
-        return _tail(_SENTENCE_END.split(marked[-1])[0])
+        return _tail(_SENTENCE_END.split(marked[-1][:MAX_LINE])[0])
     lines = [line for line in text.splitlines() if line.strip()]
-    return _tail(lines[-1]) if lines else None
-
-
-def last_boxed(text: str) -> str | None:
-    """What is in the last `\\boxed{...}` or `\\fbox{...}` whose braces close, or after a `\\boxed` without braces."""
-    for match in reversed(list(_BOX.finditer(text))):
-        start = match.end()
-        if text[start : start + 1] != "{":
-            bare = _BARE_BOX.match(text, start)
-            if bare:
-                return bare.group(0)
-            continue
-        end = _closing_brace(text, start)
-        if end is not None:
-            return text[start + 1 : end]
-    return None
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 0
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match.group(0), 0)
-        if depth == 0 and match.group(0) == "}":
-            return match.start()
-    return None
+    return _tail(lines[-1][-MAX_LINE:]) if lines else None
 
 
 def _tail(line: str) -> str:
@@ -122,13 +132,16 @@ def _tail(line: str) -> str:
 def normal_form(text: str) -> str:
     """`text` in plain LaTeX: ASCII digits and signs, without spacing, currency, degrees and digit separators."""
     text = _SUPERSCRIPT.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match.group(0)) + "}", text)
+    text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match.group(0)) + " ", text)
     text = "".join(map(_ascii, text)).replace("\\$", "").translate(_SYMBOLS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip().strip("*_`").strip()
-    if text.startswith("{") and _closing_brace(text, 0) == len(text) - 1:
+    while is_braced(text):
         text = text[1:-1].strip()
-    return text.rstrip(".,;:! ") if not re.search(r"[\w)}]!$", text) else text
+    if not re.search(r"[\w)}]!$|\\[{}]$", text):
+        text = text.rstrip(".,;:! \\")
+    return text.strip("*_` ")
 
 
 def _ascii(character: str) -> str:

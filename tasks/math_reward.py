@@ -1,65 +1,118 @@
-"""The reward for mathematical answers: numerals are compared exactly, words as text, and the rest by math-verify."""
+"""The rewards for mathematical answers: they differ in where they look for the answer and in what they pay for it."""
 
-import logging
 import math as arithmetic
 import re
-from dataclasses import replace
-from fractions import Fraction
+import sys
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+from milepost.tasks.extraction import THINKING_ENDS, after_thinking, last_boxed
+from milepost.tasks.math_answers import extract_answer, normal_form
+from milepost.tasks.math_equality import difference
+from milepost.tasks.numerals import rational
+from milepost.tasks.verdict import Sample, Verdict, ungradable
 
-from milepost.tasks.math_answers import extract_answer, last_boxed, normal_form
-from milepost.tasks.verdict import Sample, Verdict
+MAX_ANSWER = 2000  # characters; what is longer equals nothing
+LARGEST = sys.float_info.max
 
-MAX_CHARACTERS = 300
-MAX_DEPTH = 20
-MAX_EXPONENT = 1000
-MAX_FACTORIAL = 100
-
-_FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp sqrt lim max min mod inf".split()
-)
-_SHORT_UNITS = frozenset("m g s h l n j w v k c f cm mm km kg mg ml ft in yd mi lb oz hr mph".split())
-_INTEGER = re.compile(r"[-+]?\s?\d+")
-_DECIMAL = re.compile(r"([-+]?)\s?(\d+(?:\.\d*)?)(?:(?:[eE]|\s?(?:\\times|\\cdot|\*)\s?10\^)\{?([-+]?\d+)\}?)?")
-_FRACTION = re.compile(
-    r"([-+]?)\s?(?:(\d+)\s?/\s?(\d+)|\\frac\s?(?:\{\s?(-?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
-)
-_MIXED = re.compile(r"([-+]?\d+) (\d+)/(\d+)")
-_WITH_UNIT = re.compile(r"(.*[\d}])(\s*)([A-Za-z][A-Za-z. /]*)(\^\{?[23]\}?)?")
-_WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[A-Za-z]{3,}")
-_ASSIGNMENT = re.compile(r"[A-Za-z](?:\([a-z]\))?\s?=\s?([^=<>]+)")
-_EXPONENT = re.compile(r"\^\s?\{?\(?-?(\d+)")
-_TOWER = re.compile(r"\^\s?-?\d+\s?\^")
-_FACTORIALS = re.compile(r"(\d+)[)}\s]*!")
-# Units are told apart here: math-verify would drop the `ab` of `2ab`.
-_LATEX = LatexExtractionConfig(normalization_config=replace(LatexExtractionConfig().normalization_config, units=False))
+_DAPO = re.compile(r"answer\s*[*_]*\s*:[\s*_]*([^\n]*)", re.IGNORECASE)
+_LETTER = re.compile(r"[^\W\d_]")
+_VALUE = re.compile(r"\d|\\pi")
+_CONSTANT = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[ei](?![A-Za-z])")
 
 
 def math(sample: Sample, *, boxed_only: bool = False, require: str = "") -> Verdict:
     """1.0 when the final answer equals the label, or one of a list of labels; otherwise 0.0.
 
-    Numerals are compared as exact rationals, a decimal and a fraction to six places (0.333333 is 1/3, 0.33 is not);
-    `50\\%` equals 50 and 0.5; a list without brackets is a set. A run of three letters is a word, and words are equal
-    as text in any case; a unit counts only when answer and label both have one. An empty answer equals nothing.
-
-    What could take unbounded work to evaluate (over 300 characters, 20 nested brackets, powers of numbers as exponents,
-    exponents over 1000, factorials over 100) equals only the same text: reason `undecidable`. A response without
-    `require`, such as `</think>`, is wrong for its format. A label that is no string, number or list of them cannot be
-    scored.
+    The answer is in the last box after the thinking; without one (and without `boxed_only`) it is what "the answer is"
+    or the last line says. docs/rewards.md has the rules of when two answers are equal. What could take unbounded work
+    to evaluate equals only the same text: reason `undecidable`. A response without `require`, such as `</think>`, is
+    wrong for its format. A label that is no answer cannot be scored.
     """
-    labels = [_label(label) for label in (sample.label if isinstance(sample.label, list) else [sample.label])]
-    if not labels or None in labels:
-        return Verdict(
-            None, reason=f"label {sample.label!r} is not an answer: give a string, a number or a list of them"
-        )
+    problem = math_label_problem(sample.label)
+    if problem:
+        return ungradable(sample.label, problem)
     if require and require not in sample.response:
         return Verdict(0.0, reason="format")
-    answer = extract_answer(sample.response, boxed_only=boxed_only)
-    if answer is None or not normal_form(answer):
+    return _judged(sample.label, extract_answer(sample.response, boxed_only=boxed_only))
+
+
+def deepscaler(sample: Sample, *, boxed_only: bool = True, require_thinking: bool = True) -> Verdict:
+    """As `math`, of the box after the thinking, or after `###Response`; 0.0 for a response that has neither.
+
+    The part `format_miss` is 1 for a response without an end of its thinking. It is judged all the same, as a whole,
+    with `require_thinking` off. An answer without a box counts with `boxed_only` off.
+    """
+    problem = math_label_problem(sample.label)
+    if problem:
+        return ungradable(sample.label, problem)
+    response = sample.response
+    missed = not any(end in response for end in THINKING_ENDS) and "###Response" not in response
+    parts = {"format_miss": float(missed)}
+    if missed and require_thinking:
+        return Verdict(0.0, parts, reason="format")
+    text = after_thinking(response)
+    if text == response:
+        text = response.partition("###Response")[2] or response
+    verdict = _judged(sample.label, extract_answer(text, boxed_only=boxed_only))
+    return Verdict(verdict.score, parts, reason=verdict.reason, extracted=verdict.extracted)
+
+
+def dapo(sample: Sample, *, boxed_only: bool = False, tail_characters: int = 300) -> Verdict:
+    """1.0 if the last `Answer:` of the last `tail_characters` is the label, else -1.0; the part `accuracy` is 1 or 0.
+
+    The answer is the rest of its line, or with `boxed_only` the content of the last box; where it has an equals sign,
+    the last right side. The label is a number in any form; equal as in `math`.
+    """
+    problem = dapo_label_problem(sample.label)
+    if problem:
+        return ungradable(sample.label, problem)
+    text = after_thinking(sample.response)
+    if boxed_only:
+        answer = last_boxed(text)
+    else:
+        marked = _DAPO.findall(text[-tail_characters:])
+        answer = _dapo_answer(marked[-1]) if marked else None
+    verdict = _judged(sample.label, answer)
+    score = 1.0 if verdict.score else -1.0
+    parts = {"score": score, "accuracy": float(verdict.score or 0.0)}
+    return Verdict(score, parts, reason=verdict.reason, extracted=verdict.extracted)
+
+
+def math_label_problem(label: Any, options: Any = None) -> str:
+    """Why no answer could be compared with this label; empty when it is a string, a number or a list of them."""
+    labels = label if isinstance(label, list) else [label]
+    if not labels or None in [_label(each) for each in labels]:
+        return "give a string, a number or a list of them"
+    return ""
+
+
+def dapo_label_problem(label: Any, options: Any = None) -> str:
+    """Why a label is no number; empty when it is one, such as `5`, `1/2`, `3e5`, `\\frac{\\pi}{2}`."""
+    problem = math_label_problem(label)
+    if problem:
+        return problem
+    for each in label if isinstance(label, list) else [label]:
+        form = _label(each) or ""
+        number = rational(form)
+        if number is not None and abs(number) > LARGEST:
+            return "it is out of range, give a number below 1.8e308"
+        if number is None and (_LETTER.search(_CONSTANT.sub("", form)) or not _VALUE.search(form)):
+            return "give a number in any form, or use the reward 'math'"
+    return ""
+
+
+deepscaler_label_problem = math_label_problem
+
+
+def _judged(label: Any, answer: str | None) -> Verdict:
+    """Whether an answer as written equals a label that has no problem."""
+    if answer is not None and len(answer) > MAX_ANSWER:
+        return Verdict(0.0, reason="undecidable", extracted=answer[:MAX_ANSWER])
+    form = "" if answer is None else normal_form(answer)
+    if not form:
         return Verdict(0.0, reason="no answer", extracted=answer)
-    reasons = [_difference(label, normal_form(answer)) for label in labels if label is not None]
+    labels = map(_label, label if isinstance(label, list) else [label])
+    reasons = [difference(each, form) for each in labels if each is not None]
     if None in reasons:
         return Verdict(1.0, extracted=answer)
     return Verdict(0.0, reason=str(reasons[0]), extracted=answer)
@@ -76,112 +129,8 @@ def _label(label: Any) -> str | None:
     return normal_form(boxed if boxed is not None else text.rpartition("####")[2]) or None
 
 
-def _difference(label: str, answer: str) -> str | None:
-    """None when the normal forms are equal, else in a word why they are not."""
-    if _squeezed(label) == _squeezed(answer):
-        return None
-    if _unbounded(answer) or _unbounded(label):
-        return "undecidable"
-    answer, label = _same_side(answer, label), _same_side(label, answer)
-    (answer, unit), (label, wanted_unit) = _split_unit(answer), _split_unit(label)
-    if unit and wanted_unit and unit != wanted_unit:
-        return "unit"
-    number, wanted = rational(answer), rational(label)
-    if number is not None and number == wanted:
-        return None
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(label):
-        return "different"
-    if _is_text(answer) or _is_text(label):
-        return None if _plain(answer) == _plain(label) else "different"
-    return None if _verified(label, answer) else "different"
-
-
-def rational(text: str) -> Fraction | None:
-    """The exact value of a numeral (integer, decimal, scientific notation, fraction, mixed number), else None."""
-    if found := _MIXED.fullmatch(text):
-        whole, top, bottom = map(int, found.groups())
-        part = Fraction(top, bottom) if bottom else None
-        return None if part is None else (whole - part if text.startswith("-") else whole + part)
-    if found := _DECIMAL.fullmatch(text):
-        sign, digits, exponent = found.groups()
-        if exponent and abs(int(exponent)) > MAX_EXPONENT:
-            return None
-        return Fraction(f"{sign}{digits}") * Fraction(10) ** int(exponent or 0)
-    if found := _FRACTION.fullmatch(text):
-        sign, *parts = found.groups()
-        top, bottom = (int(part) for part in parts if part)
-        return Fraction(-top if sign == "-" else top, bottom) if bottom else None
-    return None
-
-
-def _unbounded(text: str) -> bool:
-    """Whether evaluating `text` could take unbounded time or memory, judged without evaluating any of it."""
-    if len(text) > MAX_CHARACTERS or text.count("!") > 2:
-        return True
-    exponents = (int(digits) > MAX_EXPONENT for digits in _EXPONENT.findall(text))
-    factorials = (int(digits) > MAX_FACTORIAL for digits in _FACTORIALS.findall(text))
-    return any(exponents) or any(factorials) or _deep(text)
-
-
-def _deep(text: str) -> bool:
-    """Whether brackets nest too deep, or a power of a number is an exponent: `e^{x^2}` is fine, `x^{9^9}` is not."""
-    inside: list[bool] = []  # of each open bracket: whether it is part of an exponent
-    before = ""
-    for character in text.replace(" ", ""):
-        if character in "([{":
-            inside.append(before == "^" or any(inside))
-        elif character in ")]}" and inside:
-            inside.pop()
-        elif character == "^" and any(inside) and not before.isalpha():
-            return True
-        if len(inside) > MAX_DEPTH:
-            return True
-        before = character
-    return bool(_TOWER.search(text))
-
-
-def _same_side(text: str, other: str) -> str:
-    """The right side of `x = 5` when the other answer is no equation."""
-    found = _ASSIGNMENT.fullmatch(text)
-    return found.group(1).strip() if found and "=" not in other else text
-
-
-def _split_unit(text: str) -> tuple[str, str]:
-    """A value and its unit, in the singular and lower case; the unit is empty when there is none.
-
-    Words after a number are a unit, but `2x` and `2ab` are products.
-    """
-    found = _WITH_UNIT.fullmatch(text)
-    if not found:
-        return text, ""
-    value, space, name, power = found.groups("")
-    words = [word.strip(".").casefold() for word in re.split(r"[ /]", name) if word]
-    short = all(word in _SHORT_UNITS and (space or len(word) > 1) for word in words)
-    long = space and all(len(word) > 2 or word in _SHORT_UNITS for word in words) and not _FUNCTIONS & set(words)
-    if not short and not long:
-        return text, ""
-    return value.strip(), " ".join(word.removesuffix("s") for word in words) + power.strip("^{}")
-
-
-def _is_text(text: str) -> bool:
-    words = [word for word in _WORD.findall(text) if word not in _FUNCTIONS]
-    return bool(words) or (len(text) > 1 and text.isalpha() and text not in _FUNCTIONS and text != "pi")
-
-
-def _plain(text: str) -> str:
-    return _squeezed(text).casefold().strip("()'\"")
-
-
-def _squeezed(text: str) -> str:
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # `5 6` is not 56
-
-
-def _verified(label: str, answer: str) -> bool:
-    """math-verify's judgement. Its timeouts are off: they need signals, and the grader process has a deadline."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    configs = (_LATEX,)
-    sides = [parse(f"${side.replace('%', chr(92) + '%')}$", configs, parsing_timeout=None) for side in (label, answer)]
-    # Without a parsed value on both sides only strings are left to compare, and those were compared above.
-    if not all(any(not isinstance(value, str) for value in side) for side in sides):
-        return False
-    return bool(verify(sides[0], sides[1], timeout_seconds=None))
+def _dapo_answer(line: str) -> str:
+    """What a line says after `Answer:`, without the sentence's end and what is before an equals sign."""
+    text = line.strip().strip("*_").strip().removesuffix(".")
+    boxed = last_boxed(text)
+    return (boxed if boxed is not None else text.strip("$")).rpartition("=")[2].strip()

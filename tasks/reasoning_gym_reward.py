@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from milepost.storage.registry import nearest
+from milepost.tasks.extraction import after_thinking
 from milepost.tasks.verdict import Sample, Verdict
 
 try:
@@ -12,6 +13,8 @@ try:
 except ImportError as error:
     raise ImportError("the reward 'reasoning_gym' needs reasoning-gym: pip install 'milepost[envs]'") from error
 
+# What verifiers raise on an answer in another form than theirs.
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
@@ -20,19 +23,24 @@ def reasoning_gym(sample: Sample) -> Verdict:
 
     The sample's metadata (or its label, when that is an object) is the entry as the task made it, or holds it as
     `entry`; the task's name is `dataset`, or `source_dataset` in the entry. The answer is the last `<answer>` element
-    after the last `</think>`, else the last line that is not blank.
+    after the thinking, else the last line that is not blank; one that the verifier raises on is wrong.
     """
     entry = _entry(sample)
     name = str(sample.metadata.get("dataset") or entry["metadata"].get("source_dataset"))
     answer = extract(sample.response)
     if answer is None:
         return Verdict(0.0, reason="no answer")
-    return Verdict(float(_scorer(name)(answer, entry)), extracted=answer)
+    scorer = _scorer(name)
+    try:
+        score = float(scorer(answer, entry))
+    except _UNREADABLE as error:
+        return Verdict(0.0, reason=f"unreadable: {type(error).__name__}: {error}"[:200], extracted=answer)
+    return Verdict(score, extracted=answer)
 
 
 def extract(response: str) -> str | None:
     """The answer in a response, or None when it is blank."""
-    text = response.rpartition("</think>")[2]
+    text = after_thinking(response)
     tagged = _TAGGED.findall(text)
     if tagged:
         return str(tagged[-1]).strip()

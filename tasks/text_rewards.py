@@ -1,6 +1,7 @@
 """Rewards that compare text as it stands. Spaces at either end of response and label do not count."""
 
 import re
+from typing import Any
 
 from milepost.tasks.verdict import Sample, Verdict
 
@@ -28,6 +29,25 @@ def regex(sample: Sample, *, pattern: str = "", search: bool = False, ignore_cas
     compiled = re.compile(source, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
     match = compiled.search(sample.response) if search else compiled.fullmatch(sample.response.strip())
     return Verdict(float(match is not None), extracted=match.group(0) if match else None)
+
+
+def exact_label_problem(label: Any, options: Any = None) -> str:
+    """Why a label is no text; empty when it is a string, a number or a list of them."""
+    labels = label if isinstance(label, list) else [label]
+    plain = all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in labels)
+    return "" if labels and plain else "give a string, a number or a list of them"
+
+
+def regex_label_problem(label: Any, options: Any = None) -> str:
+    """Why neither the label nor the option `pattern` is a regular expression; empty when one is."""
+    source = (options or {}).get("pattern") or label
+    if not isinstance(source, str) or not source:
+        return "set the option 'pattern', or give a regular expression"
+    try:
+        re.compile(source)
+    except re.error as error:
+        return f"{source!r} is no regular expression ({error}), escape what is meant literally"
+    return ""
 
 
 def _text(label: object) -> str:

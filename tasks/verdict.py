@@ -6,12 +6,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to score. `prompt` is a string or a list of messages; `label` is the prompt set's JSON value."""
+    """One response to score. `prompt` is a string or a list of messages; `label` is the prompt set's JSON value.
+
+    Where no engine has generated it, as on the command line, nothing is known of its tokens: `response_tokens` and
+    `finish_reason` are None, `sample_id` and `group_id` empty.
+    """
 
     prompt: Any
     response: str
     label: Any
     metadata: dict[str, Any]
+    response_tokens: int | None = None
+    finish_reason: str | None = None
+    sample_id: str = ""
+    group_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,3 +36,8 @@ class Verdict:
     grader: str = ""
     seconds: float = 0.0
     extracted: str | None = None
+
+
+def ungradable(label: Any, problem: str) -> Verdict:
+    """The verdict on a sample whose label cannot be graded."""
+    return Verdict(None, reason=f"label {label!r:.200} is not an answer: {problem}")

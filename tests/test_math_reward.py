@@ -5,6 +5,7 @@ import pytest
 from milepost.tasks.math_answers import extract_answer
 from milepost.tasks.math_reward import math
 from milepost.tasks.verdict import Sample
+from tests.reward_tables import short
 
 RIGHT = [
     (r"\boxed{5}", "5"),
@@ -82,6 +83,49 @@ RIGHT = [
     (r"\boxed{-\frac{1}{2}}", -0.5),
     (r"\boxed{[0,1)}", "[0, 1)"),
     (r"\boxed{\emptyset}", "\u2205"),
+    (r"\\boxed{5}", "5"),
+    (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+    (r"\boxed{\frac{1}{2}\%}", r"0.5\%"),
+    (r"\boxed{10 \text{ percent}}", "0.1"),
+    (r"\boxed{3 million dollars}", r"\$3,000,000"),
+    (r"\boxed{2.5 \times 10^{5} \text{ J}}", "250000"),
+    (r"\boxed{10^{400}}", "1e400"),
+    (r"\boxed{0.\overline{3}}", "1/3"),
+    (r"\boxed{0.1\overline{6}}", "1/6"),
+    (r"\boxed{0.30000000000000004}", "0.3"),
+    (r"\boxed{4.666667}", "14/3"),
+    ("\\boxed{\u00bd}", "0.5"),
+    ("\\boxed{1\u00bd}", "1.5"),
+    ("\\boxed{10\u207b\u00b3}", "0.001"),
+    ("\\boxed{\u221a(8)}", r"2\sqrt{2}"),
+    ("\\boxed{\u221a12}", "2\u221a3"),
+    ("\\boxed{3pi/4}", r"\frac{3\pi}{4}"),
+    ("\\boxed{\uff08\uff11\uff0c\uff12\uff09}", "(1,2)"),
+    (r"\boxed{\text{Answer: }5}", "5"),
+    (r"\boxed{5\\}", "5"),
+    (r"\boxed{{\bf 5}}", "5"),
+    (r"\boxed{\textcolor{red}{5}}", "5"),
+    (r"\boxed{\approx 3.14}", "3.14"),
+    (r"\boxed{1 \text{ and } 2}", "1,2"),
+    (r"\boxed{x = 1 \text{ or } x = 2}", "1,2"),
+    (r"\boxed{10, 20, \text{ and } 30}", "30,20,10"),
+    (r"\boxed{(1,2) \text{ and } (3,4)}", "(1,2),(3,4)"),
+    (r"\boxed{dog, cat}", "Cat, dog"),
+    (r"\boxed{\left(\frac{1}{2}, -3\right)}", "(0.5,-3)"),
+    (r"\boxed{(-\infty, 3) \cup (5, \infty)}", r"(5,\infty)\cup(-\infty,3)"),
+    (r"\boxed{1 < x < 2}", "(1,2)"),
+    (r"\boxed{-1 \le x \le 1}", "[-1,1]"),
+    (r"\boxed{\varnothing}", r"\emptyset"),
+    (r"\boxed{\pm 2}", "2,-2"),
+    (r"\boxed{3:4}", "3/4"),
+    (r"\boxed{x^2 + y^2 - 4 = 0}", "y^2+x^2=4"),
+    (r"\boxed{-\frac{-1}{2}}", "0.5"),
+    (r"\boxed{1,1,2}", "1,2"),
+    ("So the final answer is **(C)**.", "C"),
+    (r"<think>\boxed{5}", "5"),
+    (r"[THINK]\boxed{4}[/THINK]\boxed{5}", "5"),
+    ("It costs $5 and then $6.", "6"),
 ]
 WRONG = [
     (r"\boxed{day}", "week"),
@@ -125,6 +169,43 @@ WRONG = [
     (r"\boxed{2x}", "2"),
     (r"\boxed{2 x}", "2"),
     (r"\boxed{x^{9^{9^9}}}", "x"),
+    (r"\boxed{5000\%}", r"50\%"),
+    (r"\boxed{0.0000001}", "0.0000002"),
+    (r"\boxed{9007199254740993}", "9007199254740992"),
+    (r"\boxed{3.0000001}", "3"),
+    (r"\boxed{1234567.8}", "1234567.9"),
+    (r"\boxed{(1,2)}", "1,2"),
+    (r"\boxed{(1,\sqrt{2})}", r"1,\sqrt{2}"),
+    (r"\boxed{\{1,2\}}", "(1,2)"),
+    (r"\boxed{[1,2]}", "(1,2)"),
+    (r"\boxed{(3, 4]}", "(3,4)"),
+    (r"\boxed{(dog, cat)}", "(cat, dog)"),
+    (r"\boxed{x=1,y=2}", "x=2,y=1"),
+    (r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\boxed{3 \text{ hours}}", "3 days"),
+    (r"\boxed{x < 3}", "x > 3"),
+    (r"\boxed{five}", "5"),
+    (r"\boxed{0.333...}", "1/3"),
+    (r"\boxed{xy}", "yx"),
+    (r"\boxed{10^{10^{10}}}", "5"),
+    (r"\boxed{((9^9)^9)^9}", "5"),
+    (r"\boxed{((2^{999})^{999})^{999}}", "5"),
+    (r"\boxed{9^{99!}}", "5"),
+    (r"\boxed{2^{99\cdot99\cdot99}}", "5"),
+    (r"\boxed{2^{\frac{99999999}{2}}}", "5"),
+    (r"\boxed{e^{e^{e^{e^{e}}}}}", "5"),
+    (r"\boxed{(10^{9})!}", "5"),
+    (r"\boxed{((100!)!)!}", "5"),
+    (r"\boxed{\binom{10^9}{500000}}", "5"),
+    (r"\boxed{\sum_{k=1}^{1000000000} k^k}", "5"),
+    (r"\boxed{\int_0^1 x^x dx}", "5"),
+    (r"\boxed{(a+b+c+d)^{100}}", "5"),
+    (r"\boxed{" + r"\sqrt{2+" * 20 + "2" + "}" * 20 + "}", "5"),
+    (r"\boxed{" + r"\sin(" * 15 + "x" + ")" * 15 + "}", "5"),
+    (r"\boxed{" + "".join(f"(x+y+z+{k})" for k in range(20)) + "}", "5"),
+    (r"\boxed{" + "|x-1|" * 10 + "}", "5"),
+    (r"\boxed{\{" + ",".join(f"{k}x" for k in range(60)) + r"\}}", "5"),
+    (r"\boxed{1e999999999}", "5"),
 ]
 
 
@@ -132,12 +213,12 @@ def judged(response: str, label: object, **options: object) -> float | None:
     return math(Sample("", response, label, {}), **options).score
 
 
-@pytest.mark.parametrize(("response", "label"), RIGHT)
+@pytest.mark.parametrize(("response", "label"), RIGHT, ids=short)
 def test_an_equal_answer_is_right(response: str, label: object) -> None:
     assert judged(response, label) == 1.0
 
 
-@pytest.mark.parametrize(("response", "label"), WRONG)
+@pytest.mark.parametrize(("response", "label"), WRONG, ids=short)
 def test_a_different_answer_is_wrong(response: str, label: object) -> None:
     assert judged(response, label) == 0.0
 
