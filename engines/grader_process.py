@@ -1,14 +1,12 @@
 """A process that runs named functions under a deadline and a memory limit: whatever they do, there is an answer.
 
-It is a program of its own and talks lines of JSON over a socket, so it needs nothing of the caller's main module, and a
-grader that prints, forks, exits or crashes harms nobody. A line to it holds calls; each is answered with a line as soon
-as it is made. Run as `python -m milepost.engines.grader_process FD BYTES`.
+It is a program of its own (engines/grader_program.py), so it needs nothing of the caller's main module, and a grader
+that prints, forks, exits or crashes harms nobody.
 """
 
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -19,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from milepost.storage.registry import load_dotted
+from milepost.engines.grader_program import PROGRAM, USE_PATH
 
 MEMORY_BYTES = 4 * 1024**3
 START_SECONDS = 60.0
 MAX_TIMEOUT_SECONDS = 24 * 3600.0  # timers overflow after some weeks
-# The kernel ends a grader that outlives its deadline by this much: its caller must have died.
-ORPHAN_SECONDS = 10.0
+END_SECONDS = 5.0  # for what a grader has started to be found and ended
 RETRIES_AFTER_CRASH = 1
 LOT_SECONDS = 0.2  # calls are sent in lots that take about this long, so that slow ones still spread over the processes
 MAX_LOT = 64
@@ -62,9 +59,9 @@ def lot_size(before: int, answers: Sequence[Answer]) -> int:
 class GraderProcess:
     """One process, started on the first call and again after each one that was killed; calls from threads queue up."""
 
-    def __init__(self, *, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, *, memory_bytes: int = MEMORY_BYTES, network: bool = False) -> None:
         self.answered = 0  # one that does not grow while calls wait means that this object is stuck
-        self._memory_bytes = memory_bytes
+        self._limits = [str(memory_bytes), "network" if network else "alone"]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._replies: BinaryIO | None = None
@@ -89,7 +86,7 @@ class GraderProcess:
         return [next(answers) if isinstance(text, str) else text for text in texts]
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, whatever it is doing, and all that it has started."""
         process, connection, replies = self._process, self._socket, self._replies
         self._process = self._socket = self._replies = None
         self._warm = set()
@@ -98,6 +95,9 @@ class GraderProcess:
         if connection is not None:
             connection.close()
         if process is not None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -142,7 +142,7 @@ class GraderProcess:
 
     def _refused(self, warm_up: Call | None) -> Answer | None:
         """Why this process cannot be warmed up, if it cannot."""
-        for first in (Call(f"{__name__}:use_path", (sys.path,)), warm_up):
+        for first in (Call(USE_PATH, (sys.path,)), warm_up):
             text = None if first is None else _text(first)
             if isinstance(text, Answer):
                 return text
@@ -172,7 +172,7 @@ class GraderProcess:
             ours, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._memory_bytes)],
+                    [sys.executable, "-m", PROGRAM, str(theirs.fileno()), *self._limits],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=2,
@@ -188,42 +188,3 @@ def _text(call: Call) -> str | Answer:
         return json.dumps([call.function, call.args])
     except (TypeError, ValueError) as error:
         return Answer(None, f"error: {type(error).__name__}: {error}", 0.0)
-
-
-def use_path(path: list[str]) -> None:
-    """Import from where the caller imports from."""
-    sys.path[:] = [os.path.abspath(entry) for entry in path]
-
-
-def _serve(connection: socket.socket) -> None:
-    with contextlib.suppress(ConnectionResetError, BrokenPipeError), connection.makefile("rb") as requests:
-        for line in requests:
-            request = json.loads(line)
-            for function, args in request["calls"]:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.setitimer(signal.ITIMER_REAL, request["timeout_seconds"] + ORPHAN_SECONDS)
-                reply = _reply(function, args)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.sendall(reply.encode() + b"\n")
-
-
-def _reply(function: str, args: list[Any]) -> str:
-    started = time.monotonic()
-    try:
-        value = load_dotted(function, group="function")(*args)
-        return json.dumps({"value": value, "reason": None, "seconds": time.monotonic() - started})
-    except Exception as error:  # a grader's error is its answer, of whatever type it is
-        text = " ".join(str(error).split())[:500]
-        reason = f"error: {type(error).__name__}: {text}"
-        return json.dumps({"value": None, "reason": reason, "seconds": time.monotonic() - started})
-
-
-def _limit_memory(size: int) -> None:
-    # Data, not address space: libraries map far more than they use.
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
-
-
-if __name__ == "__main__":
-    _limit_memory(int(sys.argv[2]))
-    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -25,23 +25,26 @@ RESTART_SECONDS = 0.5
 
 
 class _Grader:
-    """The actor: one grader process."""
+    """The actor: a grader process without network and one with it, each started when it is first asked."""
 
     def __init__(self, path: list[str], memory_bytes: int) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._process = GraderProcess(memory_bytes=memory_bytes)
+        self._processes = {
+            network: GraderProcess(memory_bytes=memory_bytes, network=network) for network in (False, True)
+        }
 
-    def ask(self, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
-        return self._process.ask_all(calls, timeout_seconds=timeout_seconds, warm_up=warm_up)
+    def ask(self, calls: list[Call], timeout_seconds: float, warm_up: Call | None, network: bool) -> list[Answer]:
+        return self._processes[network].ask_all(calls, timeout_seconds=timeout_seconds, warm_up=warm_up)
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def beat(self) -> int:
         """Calls answered so far: one that does not grow while calls wait means a stuck actor."""
-        return self._process.answered
+        return sum(process.answered for process in self._processes.values())
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def close(self) -> None:
-        self._process.close()
+        for process in self._processes.values():
+            process.close()
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,19 @@ class GraderPool:
         return GraderPool(run, tuple(cluster.actor(_name(run, index)) for index in range(workers)))
 
     async def map(
-        self, function: str, items: Sequence[Sequence[Any]], *, timeout_seconds: float, warm_up: Call | None = None
+        self,
+        function: str,
+        items: Sequence[Sequence[Any]],
+        *,
+        timeout_seconds: float,
+        warm_up: Call | None = None,
+        network: bool = False,
     ) -> list[Answer]:
         """`function(*item)` for every item, in order, each within `timeout_seconds`.
 
         Arguments and values are JSON. `warm_up` runs once in each new process, outside the deadline. A call that hangs,
-        crashes its process or raises has a reason in place of a value, and costs no other call anything.
+        crashes its process or raises has a reason in place of a value, and costs no other call anything. The processes
+        that make calls with `network` are not those that make the others.
         """
         calls = [Call(function, tuple(item)) for item in items]
         answers: dict[int, Answer] = {}
@@ -81,7 +91,7 @@ class GraderPool:
             size = 1
             while places := list(itertools.islice(position, size)):
                 lot = [calls[place] for place in places]
-                found = await _ask(actor, lot, timeout_seconds, warm_up)
+                found = await _ask(actor, lot, timeout_seconds, warm_up, network)
                 answers.update(zip(places, found, strict=True))
                 size = lot_size(size, found)
 
@@ -100,21 +110,25 @@ def _name(run: str, index: int) -> str:
     return f"{run}/grader-{index}"
 
 
-async def _ask(actor: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
+async def _ask(
+    actor: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None, network: bool
+) -> list[Answer]:
     """The answers of one actor. When it is lost with several calls, each is made alone: none costs another."""
     for _ in range(ATTEMPTS):
         try:
-            return await _answers(actor, calls, timeout_seconds, warm_up)
+            return await _answers(actor, calls, timeout_seconds, warm_up, network)
         except ray.exceptions.RayActorError:
             await asyncio.sleep(RESTART_SECONDS)
     if len(calls) == 1:
         return [Answer(None, "crash", 0.0)]
-    return [answer for call in calls for answer in await _ask(actor, [call], timeout_seconds, warm_up)]
+    return [answer for call in calls for answer in await _ask(actor, [call], timeout_seconds, warm_up, network)]
 
 
-async def _answers(actor: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None) -> list[Answer]:
+async def _answers(
+    actor: Any, calls: list[Call], timeout_seconds: float, warm_up: Call | None, network: bool
+) -> list[Answer]:
     """Wait for an actor as long as it makes progress; one that makes none is killed, which raises RayActorError."""
-    pending = asyncio.wrap_future(actor.ask.remote(calls, timeout_seconds, warm_up).future())
+    pending = asyncio.wrap_future(actor.ask.remote(calls, timeout_seconds, warm_up, network).future())
     seen = -1
     while True:
         # One call may take its deadline twice (a crash is tried again), and start two processes.

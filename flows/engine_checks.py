@@ -20,6 +20,7 @@ def check_engines(parameters: Parameters, course: Course = WHOLE) -> None:
         )
     if rollout == "none" and parameters.eval.every_steps:
         raise ValueError("an evaluation needs rollout engines and this run has none: set eval.every_steps to 0")
+    check_spare(parameters)
     if "none" in (train, rollout):
         return
     if train == "fake" and rollout != "fake":
@@ -29,6 +30,19 @@ def check_engines(parameters: Parameters, course: Course = WHOLE) -> None:
         )
     if rollout == "fake" and transport in LIVE:
         raise ValueError(f"sync.transport is {transport!r} and a fake engine takes no tensors: set it to 'disk'")
+
+
+def check_spare(parameters: Parameters) -> None:
+    """ValueError for a spare engine that has nothing to do, or that nobody would start."""
+    if not parameters.eval.spare_engine:
+        return
+    if not parameters.eval.every_steps:
+        raise ValueError("eval.spare_engine is on and nothing is evaluated: set eval.every_steps, or turn it off")
+    if parameters.engines.sglang_urls:
+        raise ValueError(
+            "eval.spare_engine is on and engines.sglang_urls names servers that run already, beside which none is "
+            "started: turn it off, or leave engines.sglang_urls empty"
+        )
 
 
 def check_transport(parameters: Parameters) -> None:

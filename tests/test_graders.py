@@ -12,7 +12,9 @@ import pytest
 
 from milepost.engines.grader_process import Answer, Call, GraderProcess
 from milepost.engines.graders import GraderPool
-from milepost.tasks.rewards import grade_rows, grader_id
+from milepost.tasks.grading import grade_rows
+from milepost.tasks.reward_choice import single
+from milepost.tasks.rewards import grader_id
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +71,7 @@ def test_a_pool_is_found_by_name(pool: GraderPool) -> None:
 
 def test_rows_get_verdicts_from_a_pool(pool: GraderPool) -> None:
     rows = [{"response": r"\boxed{\frac12}", "label": "0.5"}, {"response": "5", "label": None}]
-    right, unscorable = asyncio.run(grade_rows(pool, "math", rows, {}, timeout_seconds=30))
+    right, unscorable = asyncio.run(grade_rows(pool, single("math", {}), rows, timeout_seconds=30))
     assert (right.score, right.grader) == (1.0, grader_id("math"))
     assert unscorable.score is None and unscorable.reason.startswith("label None is not an answer")
 
