@@ -3,29 +3,30 @@
 Every response gets a Verdict. A score is a finite number; anything else is None with the reason, never NaN.
 """
 
-import asyncio
 import atexit
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
-import math
-import numbers
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from milepost.engines.grader_process import START_SECONDS, Answer, Call, GraderProcess
 from milepost.storage.registry import load_dotted, nearest, resolve
-from milepost.tasks.verdict import Sample, Verdict
+from milepost.tasks.boxed import PREFIX as BOXED
+from milepost.tasks.boxed import boxed
+from milepost.tasks.reward_choice import single
+from milepost.tasks.verdict import Verdict
 
 GROUP = "milepost.rewards"
 TIMEOUT_SECONDS = 10.0
-GRADE_ROW = "milepost.tasks.rewards:grade_row"
+# Of the module that needs this one.
+CHECK = "milepost.tasks.scoring:check"
+SCORE = "milepost.tasks.scoring:score"
 
 Reward = Callable[..., Any]
 
@@ -34,24 +35,45 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 # By name, so that knowing them imports none of their libraries.
 REWARDS = {
     "math": "milepost.tasks.math_reward:math",
+    "deepscaler": "milepost.tasks.math_reward:deepscaler",
+    "dapo": "milepost.tasks.math_reward:dapo",
+    "gsm8k": "milepost.tasks.gsm8k_reward:gsm8k",
+    "multiple_choice": "milepost.tasks.choice_reward:multiple_choice",
+    "gpqa": "milepost.tasks.choice_reward:multiple_choice",
+    "f1": "milepost.tasks.squad_rewards:f1",
+    "exact_match": "milepost.tasks.squad_rewards:exact_match",
     "exact": "milepost.tasks.text_rewards:exact",
     "regex": "milepost.tasks.text_rewards:regex",
+    "json_schema": "milepost.tasks.json_schema_reward:json_schema",
+    "format": "milepost.tasks.format_reward:format",
+    "length_penalty": "milepost.tasks.length_reward:length_penalty",
+    "random": "milepost.tasks.random_rewards:random",
+    "deterministic_random": "milepost.tasks.random_rewards:deterministic_random",
     "reasoning_gym": "milepost.tasks.reasoning_gym_reward:reasoning_gym",
+    "code": "milepost.tasks.code_reward:code",
+    "remote": "milepost.tasks.remote_reward:remote",
+    "judge": "milepost.tasks.judge_reward:judge",
 }
 # Further files whose code decides a verdict.
-_PARTS = {"milepost.tasks.math_reward": ("milepost.tasks.math_answers",)}
-
-
-class Graders(Protocol):
-    """Where rewards run: answers in the order of the calls, each within its own deadline."""
-
-    async def map(
-        self, function: str, items: Sequence[Sequence[Any]], *, timeout_seconds: float, warm_up: Call | None = None
-    ) -> list[Answer]: ...
+_EXTRACTION = "milepost.tasks.extraction"
+_ANSWERS = (_EXTRACTION, "milepost.tasks.math_answers", "milepost.tasks.numerals")
+_SANDBOX = tuple(f"milepost.engines.{name}" for name in ("sandbox", "sandbox_program", "sandbox_case", "plain"))
+_PARTS: dict[str, tuple[str, ...]] = {
+    "milepost.tasks.math_reward": (*_ANSWERS, "milepost.tasks.math_bounds", "milepost.tasks.math_equality"),
+    "milepost.tasks.gsm8k_reward": _ANSWERS,
+    "milepost.tasks.choice_reward": (_EXTRACTION,),
+    "milepost.tasks.squad_rewards": (_EXTRACTION,),
+    "milepost.tasks.json_schema_reward": (_EXTRACTION, "milepost.storage.strict_json"),
+    "milepost.tasks.reasoning_gym_reward": (_EXTRACTION,),
+    "milepost.tasks.code_reward": (_EXTRACTION, "milepost.tasks.code_tests", *_SANDBOX),
+    "milepost.tasks.remote_reward": ("milepost.tasks.asked_over_http",),
+    "milepost.tasks.judge_reward": (_EXTRACTION, "milepost.tasks.asked_over_http"),
+}
 
 
 def reward_function(name: str) -> str:
     """Where the code of the reward `name` is, as `pkg.mod:fn`. Imports nothing; LookupError for an unknown name."""
+    name = _unboxed(name)
     if name not in REWARDS and ":" not in name:
         installed = {point.name: point.value for point in entry_points(group=GROUP)}
         return str(resolve(name, {**REWARDS, **installed}, group=GROUP))
@@ -59,9 +81,39 @@ def reward_function(name: str) -> str:
 
 
 def get_reward(name: str) -> Reward:
-    """The reward called `name`: `(sample, **options) -> float | bool | Verdict | None`, which may be async."""
+    """The reward called `name`: `(sample, **options) -> float | bool | Verdict | None`, which may be async.
+
+    One whose first parameter is called `samples` takes a list of them, and returns a list.
+    """
     reward: Reward = load_dotted(reward_function(name), group=GROUP)
-    return reward
+    return boxed(reward) if _unboxed(name) != name else reward
+
+
+def _unboxed(name: str) -> str:
+    """The NAME of `boxed_NAME`; one that begins so and is a `pkg.mod:fn` is that function's."""
+    return name if ":" in name else name.removeprefix(BOXED)
+
+
+def label_problem(name: str, label: Any, options: Mapping[str, Any]) -> str:
+    """Why the reward called `name` cannot grade this label, in a sentence with the fix; empty when it can.
+
+    A reward `pkg.mod:fn` says so in `fn_label_problem(label, options)` beside it; one without takes any label. To be
+    called in a grader: it is the reward's code that reads the label.
+    """
+    problem = _label_rule(name)
+    return str(problem(label, options)) if problem else ""
+
+
+def checks_labels(name: str) -> bool:
+    """Whether there are labels that the reward called `name`, whose module is imported, says it cannot grade."""
+    return _label_rule(name) is not None
+
+
+def _label_rule(name: str) -> Callable[[Any, Mapping[str, Any]], str] | None:
+    module, _, function = reward_function(name).partition(":")
+    rule: Callable[[Any, Mapping[str, Any]], str] | None
+    rule = getattr(importlib.import_module(module), f"{function}_label_problem", None)
+    return rule
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
@@ -84,7 +136,8 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
 def grader_id(name: str) -> str:
     """`name@hash`: eight digits of the SHA-256 of the file that defines the reward, so that a changed one differs."""
     module = reward_function(name).partition(":")[0]
-    sources = b"".join(_source(name, part) for part in (module, *_PARTS.get(module, ())))
+    box = (_EXTRACTION, "milepost.tasks.boxed") if _unboxed(name) != name else ()
+    sources = b"".join(_source(name, part) for part in (module, *_PARTS.get(module, ()), *box))
     return f"{name}@{hashlib.sha256(sources).hexdigest()[:8]}"
 
 
@@ -100,105 +153,40 @@ def _source(name: str, module: str) -> bytes:
     return path.read_bytes() if path.is_file() else module.encode()
 
 
-def grade_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict on one sample as JSON, in the process it is called in; an error of the reward is raised.
-
-    `row` has the sample's `response`, and `prompt`, `label` and `metadata` as values, not as JSON text.
-    """
-    started = time.monotonic()
-    sample = Sample(row.get("prompt"), row["response"], row.get("label"), row.get("metadata") or {})
-    said = get_reward(name)(sample, **options)
-    if inspect.isawaitable(said):
-        said = asyncio.run(_awaited(said))
-    verdict = replace(_verdict(name, said), grader=grader_id(name), seconds=time.monotonic() - started)
-    return asdict(verdict)
-
-
-async def grade_rows(
-    graders: Graders,
-    name: str,
-    rows: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    *,
-    timeout_seconds: float,
-) -> list[Verdict]:
-    """A verdict per row, in order, from a pool of graders. A row that hangs or kills its grader costs only itself."""
-    items = [(name, row, options) for row in rows]
-    answers = await graders.map(GRADE_ROW, items, timeout_seconds=timeout_seconds, warm_up=warm_up(name, options))
-    grader = grader_id(name)
-    return [_from_answer(answer, grader) for answer in answers]
-
-
 def grade(reward: str, response: str, label: Any, **options: Any) -> Verdict:
     """The verdict of the reward called `reward` on one response, from a process that this one keeps for it.
 
-    `prompt`, `metadata` and `timeout_seconds` are taken for the sample and its deadline; every other option goes to the
-    reward. LookupError for an unknown reward, ValueError for options it does not take.
+    `prompt`, `metadata`, `timeout_seconds` and `network` are taken for the sample, its deadline and the process; every
+    other option goes to the reward. LookupError for an unknown reward, ValueError for options it does not take.
     """
     grader = grader_id(reward)
     timeout_seconds = float(options.pop("timeout_seconds", TIMEOUT_SECONDS))
     row = {"prompt": options.pop("prompt", ""), "response": response, "label": label}
     row["metadata"] = options.pop("metadata", None)
-    worker, check = _own_grader(os.getpid()), warm_up(reward, options)
-    _require_loaded(reward, worker.ask(check, timeout_seconds=START_SECONDS))
-    answer = worker.ask(Call(GRADE_ROW, (reward, row, options)), timeout_seconds=timeout_seconds, warm_up=check)
-    return _from_answer(answer, grader)
+    choice = single(reward, options, network=bool(options.pop("network", False)))
+    worker, check = _own_grader(os.getpid(), choice.network), Call(CHECK, (choice.as_json(),))
+    require_loaded(reward, worker.ask(check, timeout_seconds=START_SECONDS))
+    answer = worker.ask(Call(SCORE, (choice.as_json(), [row])), timeout_seconds=timeout_seconds, warm_up=check)
+    return verdicts_from(answer, grader, 1)[0]
 
 
-async def require_reward(graders: Graders, name: str, options: Mapping[str, Any]) -> None:
-    """LookupError or ValueError, in the words of `grade`, unless a grader can load the reward and takes its options."""
-    reward_function(name)
-    check = warm_up(name, options)
-    (answer,) = await graders.map(check.function, [check.args], timeout_seconds=START_SECONDS)
-    _require_loaded(name, answer)
-
-
-def _require_loaded(name: str, checked: Answer) -> None:
+def require_loaded(name: str, checked: Answer) -> None:
+    """LookupError or ValueError, in the words of the check, unless a grader could load the reward called `name`."""
     if checked.reason is not None:
         kind, _, text = checked.reason.removeprefix("error: ").partition(": ")
         raise (LookupError if kind == "LookupError" else ValueError)(text or f"reward {name!r} did not load: {kind}")
 
 
 @functools.cache
-def _own_grader(process_id: int) -> GraderProcess:
+def _own_grader(process_id: int, network: bool) -> GraderProcess:
     """This process's grader; by process id, because a fork must not talk on its parent's socket."""
-    grader = GraderProcess()
+    grader = GraderProcess(network=network)
     atexit.register(grader.close)
     return grader
 
 
-def warm_up(name: str, options: Mapping[str, Any]) -> Call:
-    """What a grader process does before its first sample: import the reward and check its options."""
-    return Call("milepost.tasks.rewards:check_reward", (name, dict(options)))
-
-
-async def _awaited(said: Any) -> Any:
-    return await said
-
-
-def _from_answer(answer: Answer, grader: str) -> Verdict:
+def verdicts_from(answer: Answer, grader: str, count: int) -> list[Verdict]:
+    """The verdicts on `count` samples that a grader was asked for together, also where it gave none."""
     if answer.reason is not None:
-        return Verdict(None, reason=answer.reason, grader=grader, seconds=answer.seconds)
-    return Verdict(**answer.value)
-
-
-def _verdict(name: str, said: Any) -> Verdict:
-    """What a reward returned as a verdict with a finite score."""
-    verdict = said if isinstance(said, Verdict) else Verdict(_number(name, said))
-    score = None if verdict.score is None else _number(name, verdict.score)
-    reason = verdict.reason
-    if score is not None and not math.isfinite(score):
-        score, reason = None, f"not finite: {score}"
-    elif score is None and not reason:
-        reason = "unscorable"
-    parts = {key: float(value) for key, value in verdict.parts.items() if math.isfinite(value)}
-    return replace(verdict, score=score, reason=reason, parts=parts)
-
-
-def _number(name: str, value: Any) -> float | None:
-    scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    if scalar is None:
-        return None
-    if not isinstance(scalar, numbers.Real):
-        raise ValueError(f"reward {name!r} returned {value!r}, it must return a number, a bool, a Verdict or None")
-    return float(scalar)
+        return [Verdict(None, reason=answer.reason, grader=grader, seconds=answer.seconds / count)] * count
+    return [Verdict(**said) for said in answer.value]

@@ -1,9 +1,12 @@
 """Rewards, and a rollout function and an advantage, that behave and misbehave as told."""
 
+import asyncio
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -69,3 +72,32 @@ async def second_set_breaks(generate: Generate, prompt: Prompt, params: RolloutP
     if prompt.group_id.startswith("eval-000000-1-") and os.path.exists(os.environ["MILEPOST_TEST_BREAK"]):
         raise RuntimeError("broken as told")
     return await recorded_turn(generate, prompt, params)
+
+
+def connects(sample: Any, url: str) -> float:
+    """1.0 where the server at `url` can be reached."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=5):
+        return 1.0
+
+
+def even(sample: Any, least: int = 0) -> float:
+    """Takes labels that are even numbers, and hangs on one."""
+    return parity(sample)
+
+
+def even_label_problem(label: Any, options: Mapping[str, Any]) -> str:
+    if label == "hang":
+        time.sleep(60)
+    if label == "die":
+        os._exit(1)
+    if label % 2:
+        return f"it is odd: give an even number from {options.get('least', 0)} on"
+    return ""
+
+
+async def second_evaluation_waits(generate: Generate, prompt: Prompt, params: RolloutParams) -> Sample:
+    """While the file that MILEPOST_TEST_WAIT names exists, the weights after two steps are evaluated and do not end."""
+    while prompt.group_id.startswith("eval-000002-") and os.path.exists(os.environ.get("MILEPOST_TEST_WAIT", "")):
+        await asyncio.sleep(0.1)
+    return await single_turn(generate, prompt, params)

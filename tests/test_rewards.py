@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import reasoning_gym
 
-from milepost.tasks.rewards import check_reward, grade, grade_row, grader_id
+from milepost.tasks.reward_choice import single
+from milepost.tasks.rewards import check_reward, grade, grader_id
+from milepost.tasks.scoring import score
 from milepost.tasks.verdict import Verdict
 
 pytestmark = pytest.mark.slow
@@ -160,7 +162,8 @@ def test_bounded_work_for_hostile_mathematics() -> None:
 def test_a_grader_names_its_code() -> None:
     name, _, digest = grader_id("math").partition("@")
     assert (name, len(digest)) == ("math", 8)
-    assert grade_row("exact", {"response": "a", "label": "a"}, {})["grader"] == grader_id("exact")
+    (verdict,) = score(single("exact", {}).as_json(), [{"response": "a", "label": "a"}])
+    assert verdict["grader"] == grader_id("exact")
 
 
 def test_a_plan_refuses_what_no_sample_could_use() -> None:
