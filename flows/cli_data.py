@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from milepost.flows.cli_options import AsJson, Overrides, Root, print_values
+from milepost.flows.cli_options import FAULTY, AsJson, Overrides, Root, print_values
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
 data_app = typer.Typer(
@@ -50,6 +50,52 @@ def arithmetic(
     print_values(
         vars(make_arithmetic(size, seed, out=out, split=split_of(split), digits=digits, operators=operators)), "written"
     )
+
+
+@data_app.command("check")
+def check(
+    path: Annotated[str, typer.Argument(help="Prompt set; PATH@[a:b] for a slice of its rows.")],
+    against: Annotated[
+        str, typer.Option(help="Prompt set, such as a held-out one, whose prompts should not be in it.")
+    ] = "",
+    reward: Annotated[str, typer.Option(help="Reward whose labels they are (default: the recipe's).")] = "",
+    options: Annotated[str, typer.Option(help="The reward's options, as a JSON object.")] = "{}",
+    model: Annotated[str, typer.Option(help="Model to count rendered tokens by; characters without one.")] = "",
+    config: Annotated[str, typer.Option("--config", "-c", help="Recipe that says how the set is read.")] = "",
+    set: Overrides = None,
+    out: Annotated[str, typer.Option(help="File to write all that was found to, as JSON.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Rows, repetitions, labels and lengths of a prompt set, and what another set has of it.
+
+    Exit code 3 when rows cannot be used or are in the other set.
+    """
+    from milepost.flows.data_check import check_data
+    from milepost.flows.data_page import show
+    from milepost.flows.plan import model_folder
+    from milepost.flows.prompt_tokenizer import prompt_tokenizer
+    from milepost.flows.recipe import load_recipe
+    from milepost.flows.regrading import section
+    from milepost.storage import files
+
+    parameters, _ = load_recipe(config or None, set or [])
+    parameters = parameters.resolved(going_on=True)
+    model = model or parameters.model.path
+    asked = section(reward or None, options, parameters.reward.timeout_seconds)
+    found = check_data(
+        parameters.data.model_copy(update={"path": path, "sets": []}),
+        tokenizer=prompt_tokenizer(parameters, model_folder(model)) if model else None,
+        reward=asked or (parameters.reward if config else None),
+        against=against,
+    )
+    if out:
+        files.publish_json(out, asdict(found), overwrite=True)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        show(found)
+    if found.is_faulty:
+        raise typer.Exit(FAULTY)
 
 
 @data_app.command("import")

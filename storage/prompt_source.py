@@ -1,16 +1,20 @@
-"""The raw rows of a prompt file, JSONL or Parquet, and `path@[a:b]` slices of it. Nothing is dropped in silence.
+"""The raw rows of a prompt set, file or folder, and `path@[a:b]` slices of it. Nothing is dropped in silence.
 
-A JSONL row ends at a newline byte and nowhere else; what JSON does not allow (NaN, a key twice) is a bad line.
+Rows are read one by one: a file of any size costs the memory of a few. A JSONL row ends at a newline byte and nowhere
+else; what JSON does not allow (NaN, a key twice) is a bad line.
 """
 
 import gzip
+import importlib
 import io
 import json
-import math
 import re
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -18,11 +22,16 @@ import pyarrow.parquet as pq
 
 from milepost.storage import files
 from milepost.storage.registry import nearest
+from milepost.storage.strict_json import parse_json
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 
 _SLICE = re.compile(r"\s*([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*")
 _BOM = b"\xef\xbb\xbf"
+ROWS = 4096  # in memory as objects at a time
+_BATCH = 1024
+_SAVED = "dataset_info.json"  # in a folder that `datasets` has saved
+_SAVED_SPLITS = "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,16 @@ class RawRow:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A row that cannot be used, why, and its text as far as text can show it."""
+    """A row that cannot be used, why, and its text as far as text can show it. `row` and `line` as in RawRow."""
 
+    row: int
     line: int
     reason: str
     text: str
+
+    @property
+    def place(self) -> str:
+        return f"line {self.line} (row {self.row})"
 
 
 def parse_path(path: str) -> tuple[str, slice]:
@@ -58,38 +72,49 @@ def parse_path(path: str) -> tuple[str, slice]:
 
 
 def read_rows(path: str) -> Iterator[RawRow | BadLine]:
-    """The rows of the file at `path`, in its order. ValueError when there is no such file or it has no such rows."""
+    """The rows of the set at `path`, in its order. ValueError when there is no such set or it has no such rows."""
     uri, wanted = parse_path(path)
-    _require_file(uri)
-    data = files.read(uri)
-    if uri.endswith(".parquet"):
-        return _parquet_rows(uri, data, wanted)
-    return _jsonl_rows(uri, _unzip(uri, data) if uri.endswith(".gz") else data, wanted)
+    _require_set(uri)
+    if not uri.endswith(EXTENSIONS):
+        return _dataset_rows(uri, wanted)
+    return _parquet_rows(uri, wanted) if uri.endswith(".parquet") else _jsonl_rows(uri, wanted)
 
 
-def _require_file(uri: str) -> None:
+def read_batches(path: str) -> Iterator[list[RawRow | BadLine]]:
+    """The rows of the set at `path`, some thousands at a time."""
+    rows = read_rows(path)
+    while batch := list(islice(rows, ROWS)):
+        yield batch
+
+
+def _require_set(uri: str) -> None:
     if not uri:
         raise ValueError("data.path is empty: give a prompt set, a .jsonl, .jsonl.gz or .parquet file")
-    if not uri.endswith(EXTENSIONS):
-        raise ValueError(f"data.path {uri!r} must end in one of {', '.join(EXTENSIONS)}")
     fs, path = files.filesystem(uri)
     if fs.isdir(path):
-        raise ValueError(f"data.path {uri!r} is a folder: give one file of it")
-    if not fs.exists(path):
+        _require_saved(uri)
+    elif not uri.endswith(EXTENSIONS):
+        raise ValueError(f"data.path {uri!r} must end in one of {', '.join(EXTENSIONS)}")
+    elif not fs.exists(path):
         name = path.rpartition("/")[2]
         raise ValueError(f"data.path {uri!r} does not exist{nearest(name, files.names(uri.removesuffix(name) or '.'))}")
 
 
-def _unzip(uri: str, data: bytes) -> bytes:
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{uri} is not a whole gzip file: {error}") from None
+def _require_saved(uri: str) -> None:
+    """ValueError unless a folder is one data set, saved by the library `datasets`."""
+    found = files.names(uri)
+    if _SAVED_SPLITS in found:
+        splits = [name for name in found if files.exists(files.join(uri, name, _SAVED))]
+        raise ValueError(f"data.path {uri!r} holds the splits {splits}: give one, such as {files.join(uri, splits[0])}")
+    if _SAVED not in found or uri.endswith(EXTENSIONS):
+        raise ValueError(
+            f"data.path {uri!r} is a folder and no data set that `datasets` has saved: give one file of it"
+        )
 
 
 def _select(uri: str, count: int, wanted: slice) -> range:
     if count == 0:
-        raise ValueError(f"{uri} holds no rows: give a prompt set with at least one")
+        raise _no_rows(uri)
     rows = range(count)[wanted]
     if not rows:
         start, stop = ("" if bound is None else bound for bound in (wanted.start, wanted.stop))
@@ -97,21 +122,99 @@ def _select(uri: str, count: int, wanted: slice) -> range:
     return rows
 
 
-def _parquet_rows(uri: str, data: bytes, wanted: slice) -> Iterator[RawRow | BadLine]:
+def _no_rows(uri: str) -> ValueError:
+    return ValueError(f"{uri} holds no rows: give a prompt set with at least one")
+
+
+def _dataset_rows(uri: str, wanted: slice) -> Iterator[RawRow | BadLine]:
     try:
-        table = pq.read_table(io.BytesIO(data), page_checksum_verification=True)
+        library = importlib.import_module("datasets")
+    except ImportError:
+        raise ValueError(
+            f"data.path {uri!r} was saved by `datasets`, which is not installed: pip install 'milepost[datasets]', or "
+            "write it as Parquet where it is"
+        ) from None
+    try:
+        found = library.load_from_disk(uri)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{uri} is not a sound data set: {error}") from None
+    rows = _select(uri, len(found), wanted)
+    yield from _batch_rows(uri, found.with_format("arrow").iter(_BATCH), rows)
+
+
+def _parquet_rows(uri: str, wanted: slice) -> Iterator[RawRow | BadLine]:
+    fs, path = files.filesystem(uri)
+    try:
+        with fs.open(path, "rb") as opened, pq.ParquetFile(opened, page_checksum_verification=True) as file:
+            rows = _select(uri, file.metadata.num_rows, wanted)
+            yield from _batch_rows(uri, file.iter_batches(_BATCH), rows)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{uri} is not a sound Parquet file: {error}") from None
-    rows = _select(uri, table.num_rows, wanted)
-    values = table.slice(rows.start, len(rows)).to_pylist(maps_as_pydicts="strict")
-    return (RawRow(row, row + 1, value) for row, value in zip(rows, values, strict=True))
 
 
-def _jsonl_rows(uri: str, data: bytes, wanted: slice) -> Iterator[RawRow | BadLine]:
-    lines = data.removeprefix(_BOM).split(b"\n")
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if not line.isspace() and line]
-    rows = _select(uri, len(numbered), wanted)
-    return (parse_line(row, *numbered[row]) for row in rows)
+def _batch_rows(uri: str, batches: Iterator[pa.RecordBatch], rows: range) -> Iterator[RawRow | BadLine]:
+    """Those of the `rows` in the batches of a whole set."""
+    start = 0
+    for batch in batches:
+        twice = next((name for name in batch.schema.names if batch.schema.names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{uri} has two columns called {twice!r}: rename one")
+        first, stop = max(rows.start, start), min(rows.stop, start + batch.num_rows)
+        if first < stop:
+            yield from _values(batch.slice(first - start, stop - first), first)
+        start += batch.num_rows
+        if start >= rows.stop:
+            return
+
+
+def _values(batch: pa.RecordBatch, first: int) -> Iterator[RawRow | BadLine]:
+    try:
+        for row, value in enumerate(batch.to_pylist(maps_as_pydicts="strict"), first):
+            yield RawRow(row, row + 1, value)
+    except KeyError as error:  # a map with a key twice
+        if batch.num_rows == 1:
+            yield BadLine(first, first + 1, str(error.args[0]), str(batch.to_pylist()[0]))
+            return
+        for place in range(batch.num_rows):
+            yield from _values(batch.slice(place, 1), first + place)
+
+
+def _jsonl_rows(uri: str, wanted: slice) -> Iterator[RawRow | BadLine]:
+    rows = range(sys.maxsize)
+    if wanted != slice(None):
+        rows = _select(uri, sum(1 for _ in _lines(uri)), wanted)
+    row = -1
+    for row, (line, data) in enumerate(_lines(uri)):
+        if row >= rows.stop:
+            return
+        if row >= rows.start:
+            yield parse_line(row, line, data)
+    if row < 0:
+        raise _no_rows(uri)
+
+
+def _lines(uri: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, numbered from 1."""
+    with _opened(uri) as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                data = (line.removeprefix(_BOM) if number == 1 else line).removesuffix(b"\n")
+                if data and not data.isspace():
+                    yield number, data
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{uri} is not a whole gzip file: {error}") from None
+
+
+@contextmanager
+def _opened(uri: str) -> Iterator[Iterable[bytes]]:
+    """A file to read line by line, unzipped."""
+    fs, path = files.filesystem(uri)
+    with fs.open(path, "rb") as raw, io.BufferedReader(raw) as file:
+        if not uri.endswith(".gz"):
+            yield file
+            return
+        with gzip.open(file) as unzipped:
+            yield unzipped
 
 
 def parse_line(row: int, line: int, data: bytes) -> RawRow | BadLine:
@@ -129,29 +232,4 @@ def parse_line(row: int, line: int, data: bytes) -> RawRow | BadLine:
         if isinstance(value, dict):
             return RawRow(row, line, value)
         reason = f"a {type(value).__name__}, not a JSON object"
-    return BadLine(line, reason, data.decode(errors="backslashreplace"))
-
-
-def parse_json(text: str) -> Any:
-    """`text` as JSON, strictly: ValueError for NaN, infinities, numbers that overflow, and a key given twice."""
-    return json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text} is too large")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return value
+    return BadLine(row, line, reason, data.decode(errors="backslashreplace"))
