@@ -1,26 +1,21 @@
-"""Asking over HTTP for one completion from an engine or a router that speaks SGLang's `/generate`.
-
-What comes back is checked here: as many finite log-probabilities as tokens, and a weight version, or it is an error.
-"""
+"""Asking over HTTP for one completion from an engine or a router that speaks SGLang's `/generate`."""
 
 import asyncio
 import contextlib
 import json
-import math
 import random
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
-from milepost.engines.protocols import Completion, GenerateRequest, WeightVersion
+from milepost.engines.protocols import Completion, GenerateRequest
+from milepost.router.completions import parse_completion
 
 FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
 ABORT_TIMEOUT_SECONDS = 5.0
 UNAVAILABLE = 503
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class GenerationFailed(ConnectionError):
@@ -29,6 +24,10 @@ class GenerationFailed(ConnectionError):
 
 class RequestRefused(ValueError):
     """The engine called the request wrong (4xx): asking again cannot help."""
+
+
+class GenerationStopped(Exception):
+    """Generation was told to stop before the engine had anything to give for a request."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,53 @@ class HttpGenerate:
     """Generate over HTTP. `timeout_seconds` bounds a request with all its attempts; the caller owns `client`.
 
     A server that says that nobody can serve now (503) is asked until the deadline, because an engine may be starting;
-    other failures are tried again `retries` times.
+    other failures are tried again `retries` times. Once `stop` is set, what runs is aborted in the engines and answers
+    with what it has, and nothing more is asked. Token ids are below `vocabulary`; 0 when that is not known.
     """
 
     url: str
     client: aiohttp.ClientSession
     timeout_seconds: float
     retries: int = 5
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    vocabulary: int = 0
 
     async def __call__(self, request: GenerateRequest) -> Completion:
         """The completion of `request`.
 
         Raises RequestRefused for a 4xx answer, GenerationFailed when every attempt failed, TimeoutError after the
-        deadline (the request is then aborted in the engines), ValueError for an answer that is not sound.
+        deadline (the request is then aborted in the engines), UnsoundCompletion for one that cannot be trained on,
+        GenerationStopped when there is none because of `stop`.
         """
+        if self.stop.is_set():
+            raise GenerationStopped(request.sample_id)
         problems: list[str] = []
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                answer = await self._ask(request, problems)
+                answer = await self._until_stopped(request, problems)
         except TimeoutError:
             await self._abort(_rid(request, problems))
             late = f"sample {request.sample_id!r} had no answer within {self.timeout_seconds:g} s and was aborted"
             raise TimeoutError(": ".join([late, *problems[-1:]])) from None
-        return parse_completion(request.sample_id, answer)
+        return parse_completion(request.sample_id, answer, vocabulary=self.vocabulary)
+
+    async def _until_stopped(self, request: GenerateRequest, problems: list[str]) -> Any:
+        """What `_ask` gives or, after `stop`, what the aborted request has come to."""
+        asking = asyncio.ensure_future(self._ask(request, problems))
+        stopped = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({asking, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                await self._abort(_rid(request, problems))
+                # An engine that the abort overtook knows nothing of it: the closed connection tells it.
+                await asyncio.wait({asking}, timeout=ABORT_TIMEOUT_SECONDS)
+            if not asking.done():
+                raise GenerationStopped(request.sample_id)
+            return asking.result()
+        finally:
+            asking.cancel()
+            stopped.cancel()
+            await asyncio.gather(asking, stopped, return_exceptions=True)
 
     async def _ask(self, request: GenerateRequest, problems: list[str]) -> Any:
         """The body of the first answer that is none of a failure; `problems` gets every one that is."""
@@ -154,45 +177,3 @@ def _body(sample_id: str, reply: Reply) -> Any:
     except ValueError:
         shown = reply.body[:200].decode(errors="replace")
         raise ValueError(f"sample {sample_id!r}: the answer is not JSON: {shown!r}") from None
-
-
-def parse_completion(sample_id: str, answer: Any) -> Completion:
-    """SGLang's answer as a Completion; ValueError names the sample and what is wrong with it."""
-    try:
-        meta = answer["meta_info"]
-        kind = meta["finish_reason"]["type"]
-        # A request that was aborted before its first token has no list of log-probabilities.
-        entries = meta.get("output_token_logprobs", []) if kind == "abort" else meta["output_token_logprobs"]
-        pairs = [(entry[0], entry[1]) for entry in entries]
-        last = WeightVersion.parse(meta["weight_version"])
-        first = WeightVersion.parse(_first_version(meta))
-        ids = [int(token) for token in answer.get("output_ids", [token for _, token in pairs])]
-        text = answer["text"]
-    except KeyError as error:
-        raise ValueError(f"sample {sample_id!r}: the answer has no {error}") from None
-    except (TypeError, AttributeError, IndexError, ValueError) as error:
-        raise ValueError(f"sample {sample_id!r}: the answer is not SGLang's: {error}") from None
-    if not isinstance(text, str):
-        raise ValueError(f"sample {sample_id!r}: the answer's text is {text!r}, not a string")
-    if kind not in ("stop", "length", "abort"):
-        raise ValueError(f"sample {sample_id!r}: finish reason {kind!r} is none of stop, length, abort")
-    logprobs = _checked_logprobs(sample_id, ids, pairs)
-    return Completion(text, ids, logprobs, cast(FinishReason, kind), first, last)
-
-
-def _first_version(meta: Any) -> str:
-    """The version that made the first token: SGLang lists them all, the embedded engine names a first that differs."""
-    spans = meta.get("weight_versions")
-    version: str = spans[0]["version"] if spans else meta.get("weight_version_first") or meta["weight_version"]
-    return version
-
-
-def _checked_logprobs(sample_id: str, ids: list[int], pairs: list[tuple[Any, Any]]) -> list[float]:
-    if len(ids) != len(pairs):
-        raise ValueError(f"sample {sample_id!r}: {len(ids)} tokens came with {len(pairs)} log-probabilities")
-    for position, (token, (logprob, of)) in enumerate(zip(ids, pairs, strict=True)):
-        if token != of:
-            raise ValueError(f"sample {sample_id!r}: token {position} is {token}, its log-probability is of {of}")
-        if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not math.isfinite(logprob):
-            raise ValueError(f"sample {sample_id!r}: token {position} has the log-probability {logprob}")
-    return [float(logprob) for logprob, _ in pairs]

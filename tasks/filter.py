@@ -2,8 +2,8 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
-import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -11,8 +11,10 @@ from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import FilterSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table
-from milepost.tasks.filters import filter_table
+from milepost.tasks.filters import filter_table, kept_groups
 from milepost.tasks.generate import Shard
+
+_DECIDES = {"group", "options", "sample", "partial_groups"}
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ def is_trained(kept: int, wanted: int, filter: FilterSection) -> bool:
     return kept >= wanted or filter.on_too_few == "train_on_less"
 
 
-def kept_groups(table: pa.Table) -> int:
-    return len(set(table.filter(table["kept"])["group_id"].to_pylist()))
+def filter_config(filter: FilterSection) -> dict[str, Any]:
+    """What decides which samples are kept: the group filter, and what else was asked for."""
+    config, defaults = filter.model_dump(mode="json", include=_DECIDES), FilterSection()
+    return {name: value for name, value in config.items() if name == "group" or value != getattr(defaults, name)}
 
 
 @task(task_run_name="filter-{shard.round}.{shard.index}", cache_policy=NO_CACHE)
@@ -37,10 +41,10 @@ def filter_rollouts(scored: TableRef, shard: Shard, filter: FilterSection, *, st
     """Group filters see whole groups: a shard holds all samples of its prompts."""
     started = time.monotonic()
     slot = Slot("filter", shard.round, shard.index)
-    key = store.key(slot, [scored], {"group": filter.group})
+    key = store.key(slot, [scored], filter_config(filter))
     commit = store.committed(slot, key)
     if commit is None:
-        table = filter_table(read_table(scored), filter.group)
+        table = filter_table(read_table(scored), filter)
         ref = store.write(str(slot), table, ROLLOUTS)
         record = {"kept_groups": kept_groups(table)}
         commit = store.commit(slot, key, {"rollouts": ref}, record=record, started=started)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.engines.protocols import Completion, WeightVersion
+from milepost.router.completions import UnsoundCompletion
 from milepost.storage.text import escape, to_json
 
 
@@ -44,6 +45,9 @@ class Sample:
 
 STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
+_NEVER = WeightVersion(0, "")
+_OF_NO_WEIGHTS = dict.fromkeys(("weight_version_min", "weight_version_max", "weights_digest"))
+
 
 def single(completion: Completion) -> Sample:
     """A one-turn sample: every token is trained."""
@@ -59,11 +63,23 @@ def single(completion: Completion) -> Sample:
 
 
 def unasked(prompt: Prompt, *, sample_id: str, seed: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a sample of a purged prompt: aborted before any engine was asked, so of no weights."""
-    never = WeightVersion(0, "")
-    sample = Sample("", [], [], [], "abort", never, never, turns=0)
-    nobody = dict.fromkeys(("weight_version_min", "weight_version_max", "weights_digest"))
-    return row(prompt, sample, sample_id=sample_id, seed=seed, sampling=sampling) | nobody
+    """The columns of a sample that was aborted before any engine was asked, so of no weights."""
+    sample = Sample("", [], [], [], "abort", _NEVER, _NEVER, turns=0)
+    return row(prompt, sample, sample_id=sample_id, seed=seed, sampling=sampling) | _OF_NO_WEIGHTS
+
+
+def invalid(
+    prompt: Prompt, unsound: UnsoundCompletion, *, sample_id: str, seed: int, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """The columns of a sample whose completion cannot be trained on: what of it can be kept, and why it cannot."""
+    why = {"invalid": unsound.reason}
+    sample = Sample(unsound.text, [], [], [], unsound.finish_reason, _NEVER, _NEVER, metadata=why)
+    return (
+        row(prompt, sample, sample_id=sample_id, seed=seed, sampling=sampling)
+        | _OF_NO_WEIGHTS
+        | {"status": "invalid", "response_token_ids": unsound.ids, "rollout_logprobs": None}
+        | {"loss_mask": [0] * len(unsound.ids)}
+    )
 
 
 def row(prompt: Prompt, sample: Sample, *, sample_id: str, seed: int, sampling: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """What a step was, computed from its tables: metrics, prompt accounting, and the manifest that closes it."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
 from milepost.engines.protocols import UpdateResult, WeightVersion
 from milepost.storage import manifest
@@ -14,8 +12,7 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import read_table
-
-_READ = ["group_id", "reward", "kept", "drop_reason", "status", "response_token_ids"]
+from milepost.tasks.generate import REUSED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -28,26 +25,6 @@ class StepOutcome:
     checkpoint: str
     attempt: int = 1
     parameters_digest: str = ""
-
-
-def rollout_metrics(table: pa.Table) -> dict[str, float]:
-    """Means over the samples of a step. Rewards that are null leave the reward's statistics."""
-    table = table.select(_READ)
-    lengths = np.asarray(pa.compute.list_value_length(table["response_token_ids"]), dtype=float)
-    rewards = np.asarray(table["reward"].drop_null(), dtype=float)
-    status = Counter(table["status"].to_pylist())
-    metrics = {
-        "rollout/samples": float(table.num_rows),
-        "rollout/tokens": float(lengths.sum()),
-        "rollout/response_len/mean": float(lengths.mean()),
-        "rollout/response_len/max": float(lengths.max()),
-        "rollout/truncated_ratio": status["truncated"] / table.num_rows,
-        "rollout/unscorable": float(table["reward"].null_count),
-        "rollout/kept_ratio": float(np.mean(table["kept"].to_pylist())),
-    }
-    if len(rewards):
-        metrics |= {"rollout/reward": float(rewards.mean()), "rollout/reward/std": float(rewards.std())}
-    return metrics
 
 
 def update_metrics(results: list[UpdateResult]) -> dict[str, float]:
@@ -70,6 +47,11 @@ def stage_seconds(store: StepStore) -> dict[str, float]:
         stage = commit.slot.split("-")[0]
         seconds[f"time/{stage}"] = max(seconds.get(f"time/{stage}", 0.0), commit.seconds)
     return seconds
+
+
+def reused_tokens(store: StepStore) -> int:
+    """Tokens of this step's samples that the step before has generated."""
+    return sum(commit.record.get(REUSED_TOKENS, 0) for commit in store.commits())
 
 
 def served_groups(store: StepStore) -> list[str]:

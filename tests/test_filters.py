@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from milepost.storage.parameters import FilterSection
 from milepost.storage.schema import ROLLOUTS, STAGE_COLUMNS, from_rows
-from milepost.tasks.filters import filter_table, get_filter
+from milepost.tasks.filters import filter_table, get_filter, get_sample_filter
 
 
 def sample(group: str, reward: float | None = 0.0, *, status: str = "completed", tokens: int = 2) -> dict[str, Any]:
@@ -27,8 +28,8 @@ def sample(group: str, reward: float | None = 0.0, *, status: str = "completed",
     }
 
 
-def reasons(rows: list[dict[str, Any]], name: str = "none") -> list[str | None]:
-    table = filter_table(from_rows(rows, ROLLOUTS), name)
+def reasons(rows: list[dict[str, Any]], name: str = "none", **settings: Any) -> list[str | None]:
+    table = filter_table(from_rows(rows, ROLLOUTS), FilterSection(group=name, **settings))
     assert table["kept"].to_pylist() == [reason is None for reason in table["drop_reason"].to_pylist()]
     found: list[str | None] = table["drop_reason"].to_pylist()
     return found
@@ -67,11 +68,36 @@ def test_spread_is_judged_without_the_unscorable() -> None:
     assert reasons([sample("a", 1.0), sample("a", 1.0), sample("a", None)], "nonzero_std")[:2] == ["zero_std"] * 2
 
 
+def test_one_lost_sample_of_eight_costs_the_group_that_sample_or_all_as_one_likes() -> None:
+    rows = [*(sample("a", reward % 2) for reward in range(7)), sample("a", status="aborted")]
+    assert reasons(rows) == [None] * 7 + ["aborted"]
+    assert reasons(rows, partial_groups="drop") == ["incomplete_group"] * 7 + ["aborted"]
+    assert reasons(rows, "no_aborted") == ["has_aborted"] * 7 + ["aborted"]
+    assert reasons(rows[:7], "no_aborted") == [None] * 7
+
+
+def test_groups_outside_of_a_range_of_rewards_are_dropped() -> None:
+    rows = [sample(group, reward) for group, mean in (("a", 0), ("b", 1), ("c", 2)) for reward in (mean, mean)]
+    found = reasons(rows, "reward_range", options={"low": 0.5, "high": 1.0})
+    assert found == ["reward_below_range"] * 2 + [None] * 2 + ["reward_above_range"] * 2
+
+
+def test_a_sample_filter_drops_samples_before_their_group_is_judged() -> None:
+    rows = [sample("a", 1.0), sample("a", 1.0), sample("a", 0.0, status="truncated")]
+    assert reasons(rows, "nonzero_std") == [None] * 3
+    assert reasons(rows, "nonzero_std", sample="not_truncated") == ["zero_std", "zero_std", "truncated"]
+    assert reasons(rows, sample="not_truncated") == [None, None, "truncated"]
+
+
+def test_the_samples_of_an_interrupted_group_are_dropped_for_that_even_when_finished() -> None:
+    assert reasons([sample("a", 1.0, status="interrupted"), sample("a", status="interrupted")]) == ["interrupted"] * 2
+
+
 def test_only_the_columns_of_the_stage_change() -> None:
     table = from_rows([sample("a", 1.0), sample("a", 0.0)], ROLLOUTS)
-    filtered = filter_table(table, "nonzero_std")
+    filtered = filter_table(table, FilterSection(group="nonzero_std"))
     assert all(table[name].equals(filtered[name]) for name in set(table.column_names) - STAGE_COLUMNS["filter"])
-    assert filter_table(ROLLOUTS.empty_table(), "none").num_rows == 0
+    assert filter_table(ROLLOUTS.empty_table(), FilterSection()).num_rows == 0
 
 
 def test_a_filter_of_ones_own_sees_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +109,7 @@ def test_a_filter_of_ones_own_sees_whole_rows(tmp_path: Path, monkeypatch: pytes
     )
     rows = [sample("a"), sample("a"), sample("b", tokens=3), sample("b")]
     assert reasons(rows, "own_filter:short") == [None, None, "long", "long"]
-    with pytest.raises(ValueError, match=r"returned True for a group, it must return Keep\(keep, reason\)"):
+    with pytest.raises(ValueError, match=r"returned True, it must return Keep\(keep, reason\)"):
         reasons(rows, "own_filter:wrong")
     sys.modules.pop("own_filter")
 
@@ -91,3 +117,7 @@ def test_a_filter_of_ones_own_sees_whole_rows(tmp_path: Path, monkeypatch: pytes
 def test_an_unknown_filter_is_refused_with_the_nearest() -> None:
     with pytest.raises(LookupError, match="did you mean 'nonzero_std'"):
         get_filter("nonzero-std")
+    with pytest.raises(LookupError, match="did you mean 'not_truncated'"):
+        get_sample_filter("truncated")
+    with pytest.raises(ValueError, match=r"filter.options do not fit filter 'reward_range': .*'lowest'"):
+        get_filter("reward_range", {"lowest": 1})

@@ -12,11 +12,12 @@ from aiohttp.test_utils import TestServer
 from milepost.engines.protocols import Completion, GenerateRequest, WeightVersion
 from milepost.router.client import (
     GenerationFailed,
+    GenerationStopped,
     HttpGenerate,
     RequestRefused,
     open_client,
-    parse_completion,
 )
+from milepost.router.completions import parse_completion
 
 REQUEST = GenerateRequest("000000-0-0000-000", [1, 2], {"max_new_tokens": 2, "temperature": 1.0})
 
@@ -123,6 +124,37 @@ def test_a_request_past_its_deadline_is_aborted_in_the_engine() -> None:
     with pytest.raises(TimeoutError, match=r"no answer within 0.05 s and was aborted"):
         generate(answer, timeout_seconds=0.05)
     assert aborted == [("/abort_request", {"rid": REQUEST.sample_id})]
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_stop_aborts_what_runs_and_keeps_what_it_has_come_to(hears: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("milepost.router.client.ABORT_TIMEOUT_SECONDS", 0.2)
+    seen: list[str] = []
+
+    async def ask() -> Completion:
+        stop, aborted = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: web.Request) -> web.Response:
+            seen.append(request.path)
+            if request.path == "/abort_request":
+                aborted.set()
+                return web.Response()
+            stop.set()
+            await (aborted.wait() if hears else asyncio.Event().wait())
+            return web.json_response(answer_of(finish_reason={"type": "abort"}))
+
+        app = web.Application()
+        app.router.add_post("/{path}", answer)
+        async with TestServer(app) as server, open_client(4) as client:
+            url = str(server.make_url("")).rstrip("/")
+            return await HttpGenerate(url, client, timeout_seconds=20, stop=stop)(REQUEST)
+
+    if hears:
+        assert asyncio.run(ask()).output_ids == [7, 8]
+    else:
+        with pytest.raises(GenerationStopped):
+            asyncio.run(ask())
+    assert seen == ["/generate", "/abort_request"]
 
 
 def test_back_off_stays_inside_the_deadline() -> None:

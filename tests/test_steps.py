@@ -5,9 +5,17 @@ import pytest
 from milepost.engines.protocols import UpdateResult
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.tasks.optimize import batches, first_groups, skipped_in_a_row
-from milepost.tasks.steps import rollout_metrics, update_metrics
+from milepost.tasks.rollout_metrics import dropped_groups, is_repetitive, rollout_metrics
+from milepost.tasks.steps import update_metrics
 
 from .test_tables import rollout
+
+TOKENS = {
+    "response_token_ids": [1, 2],
+    "rollout_logprobs": [-0.5, -0.5],
+    "weight_version_min": 0,
+    "weight_version_max": 0,
+}
 
 
 def sample(group: str, number: int, **columns: object) -> dict[str, object]:
@@ -25,6 +33,37 @@ def test_null_rewards_leave_the_statistics() -> None:
 
 def test_a_step_without_a_reward_has_no_reward_metric() -> None:
     assert "rollout/reward" not in rollout_metrics(table(sample("a", 0, kept=False)))
+
+
+def test_metrics_have_miles_names_where_they_mean_the_same() -> None:
+    versions = {"weight_version_min": 0, "weight_version_max": 1}
+    rows = [
+        sample("a", 0, reward=1.0, kept=False, loss_mask=[0] * 2, **TOKENS),
+        sample("a", 1, reward=1.0, kept=False, loss_mask=[1] * 2, **TOKENS),
+        sample("b", 0, reward=0.0, kept=True, loss_mask=[1] * 2, **TOKENS),
+        sample("b", 1, reward=1.0, kept=True, loss_mask=[0, 1], **TOKENS | versions),
+        sample("c", 0, kept=False, status="interrupted", loss_mask=[1] * 2, **TOKENS),
+    ]
+    found = rollout_metrics(table(*rows), trained={"b"}, reused_tokens=2)
+    expected = {
+        "rollout/response_len/mean": 1.4,
+        "rollout/response_len/median": 2.0,
+        "rollout/response_len/min": 0.0,
+        "rollout/zero_std/count_1": 1.0,
+        "rollout/zero_std/all_one_percentage": 50.0,
+        "rollout/zero_std/all_zero_percentage": 0.0,
+        "rollout/weight_version/mixed_version_ratio": 0.2,
+        "rollout/interrupted": 1.0,
+        "rollout/tokens": 8.0,
+        "rollout/efficiency": 0.5,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert dropped_groups({"filtered: zero_std": 3, "trained": 1}) == {"rollout/dynamic_filter/drop_zero_std": 3.0}
+
+
+def test_a_long_response_that_says_one_thing_for_ever_is_repetitive() -> None:
+    assert is_repetitive("yes " * 3000) and not is_repetitive("yes " * 100)
+    assert not is_repetitive(" ".join(str(hash((number, 1))) for number in range(2000)))
 
 
 def test_update_metrics_are_means_over_the_optimizer_steps() -> None:
