@@ -6,7 +6,7 @@ It stands under the scheduler and HTTP application of the real one, for benchmar
 import hashlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from milepost.engines.embedded_sequence import Sequence
@@ -29,7 +29,10 @@ class CharacterText:
 
 
 class FakeModel:
-    """See SequenceModel. A token takes `delay_seconds`, or `slow_seconds` when the prompt holds `slow_token`."""
+    """See SequenceModel. A token takes `delay_seconds`, or `slow_seconds` when the prompt holds `slow_token`.
+
+    With `replies`, as token ids, it answers with the first of them that the prompt does not hold, or else the last.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class FakeModel:
         delay_seconds: float = 0.0,
         slow_token: int | None = None,
         slow_seconds: float = 0.0,
+        replies: Iterable[Iterable[int]] = (),
     ) -> None:
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -46,7 +50,8 @@ class FakeModel:
         self._delay_seconds = delay_seconds
         self._slow_token = slow_token
         self._slow_seconds = slow_seconds
-        self._rows: list[tuple[Sequence, float, random.Random]] = []
+        self._replies = [list(reply) for reply in replies]
+        self._rows: list[tuple[Sequence, float, random.Random, list[int]]] = []
         self._due: list[float] = []
 
     def join(self, sequences: list[Sequence]) -> None:
@@ -54,7 +59,7 @@ class FakeModel:
             is_slow = self._slow_token is not None and self._slow_token in sequence.request.input_ids
             delay = self._slow_seconds if is_slow else self._delay_seconds
             key = f"{sequence.request.input_ids} {sequence.request.params.sampling_seed} {self._digest}"
-            self._rows.append((sequence, delay, random.Random(key)))
+            self._rows.append((sequence, delay, random.Random(key), self._reply(sequence.request.input_ids)))
             self._due.append(time.monotonic() + delay)
 
     def step(self) -> list[tuple[int, float] | None]:
@@ -63,13 +68,20 @@ class FakeModel:
             time.sleep(min(IDLE_SECONDS, min(self._due) - now))
             now = time.monotonic()
         drawn: list[tuple[int, float] | None] = []
-        for row, (_, delay, noise) in enumerate(self._rows):
+        for row, (sequence, delay, noise, reply) in enumerate(self._rows):
             if self._due[row] > now:
                 drawn.append(None)
                 continue
             self._due[row] = now + delay
-            drawn.append((noise.randrange(self.vocab_size), -noise.expovariate(1.0)))
+            token = reply[len(sequence.output_ids)] if reply else noise.randrange(self.vocab_size)
+            drawn.append((token, -noise.expovariate(1.0)))
         return drawn
+
+    def _reply(self, asked: Iterable[int]) -> list[int]:
+        """What it says to a prompt where that is told, up to a token that ends a response."""
+        held = _as_text(asked) if self._replies else ""
+        unsaid = [reply for reply in self._replies if _as_text(reply) not in held]
+        return [*unsaid, *self._replies[-1:], []][0]
 
     def keep(self, order: list[int]) -> None:
         self._rows = [self._rows[row] for row in order]
@@ -93,3 +105,8 @@ class FakeModel:
 
     def weights_digest(self) -> str:
         return self._digest
+
+
+def _as_text(ids: Iterable[int]) -> str:
+    """Token ids so that one list holds another where its text does."""
+    return "".join(f" {id} " for id in ids)

@@ -10,6 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from milepost.engines.chat_masks import assistant_spans, marks_assistant, token_mask
+from milepost.engines.tool_turns import ToolTurns
 from milepost.storage import files
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -32,23 +33,57 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     @property
+    def chat_template(self) -> str:
+        """Its text; empty when there is none."""
+        return str(self._backend.get_chat_template()) if self.has_chat_template else ""
+
+    @property
     def digest(self) -> str:
         """Of what every token is: equal where the same ids mean the same text."""
         return files.digest_of(files.canonical_json(self._backend.get_vocab()).encode())
 
-    def render(self, messages: list[dict[str, Any]] | str) -> list[int]:
+    def render(self, messages: list[dict[str, Any]] | str, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Prompt ids through the chat template, with the generation prompt; a string is one user message.
 
-        Without a chat template a string is encoded as it is, and messages raise ValueError.
+        Without a chat template a string is encoded as it is, and messages raise ValueError. So does what the template
+        refuses, and tools that it does not show to the model.
         """
         if isinstance(messages, str):
-            if not self.has_chat_template:
+            if not self.has_chat_template and not tools:
                 return self.encode(messages)
             messages = [{"role": "user", "content": messages}]
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template to render messages with: give prompts as strings")
-        ids: list[int] = self._backend.encode(self._render_text(messages, True), add_special_tokens=False)
+        try:
+            text = self._render_text(messages, True, tools)
+            if tools and text == self._render_text(messages, True):
+                raise ValueError("the chat template does not show tools to the model: take them out")
+        except (TemplateError, TypeError) as error:  # the latter from content that the template cannot join
+            raise ValueError(f"the chat template refuses it: {error}") from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
         return ids
+
+    def shows_tools(self, tools: list[dict[str, Any]]) -> bool:
+        """Whether the chat template tells the model of tools."""
+        asked = [{"role": "user", "content": "?"}]
+        return self.has_chat_template and self._render_text(asked, True, tools) != self._render_text(asked, True)
+
+    def tool_turns(self) -> ToolTurns:
+        """What the chat template puts between two answers of the model."""
+        if not self.has_chat_template:
+            raise ValueError("the tokenizer has no chat template to render results of tools with")
+
+        def render(messages: list[dict[str, Any]], asks: bool) -> str:
+            try:
+                return self._render_text(messages, asks)
+            except (TemplateError, TypeError) as error:
+                raise ValueError(f"the chat template refuses results of tools: {error}") from None
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+            return ids
+
+        return ToolTurns(render, encode, {id: self.decode([id], skip_special_tokens=False) for id in self.eos_ids})
 
     def dialogue(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Ids of a whole dialogue, and 1 for each that the assistant says; ValueError when these cannot be told."""
@@ -70,8 +105,10 @@ class Tokenizer:
         ids: list[int] = encoded["input_ids"]
         return ids, token_mask(ids, encoded["offset_mapping"], spans, self.eos_ids)
 
-    def _render_text(self, messages: list[dict[str, Any]], asks: bool) -> str:
-        text: str = self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    def _render_text(
+        self, messages: list[dict[str, Any]], asks: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        text: str = self._backend.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asks)
         return text
 
     def encode(self, text: str) -> list[int]:

@@ -1,23 +1,15 @@
 """Rollout functions: from one prompt to one sample, through whatever conversation they like."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from milepost.engines.protocols import Generate, GenerateRequest
 from milepost.storage.registry import check_arity, resolve
+from milepost.tasks.multi_turn import multi_turn
+from milepost.tasks.rollout_params import RolloutParams as RolloutParams
 from milepost.tasks.samples import Prompt, Sample, single
 
 GROUP = "milepost.rollouts"
-
-
-@dataclass(frozen=True)
-class RolloutParams:
-    """What a rollout function may spend on one sample. `sampling` is SGLang's `sampling_params`, seed included."""
-
-    sample_id: str
-    sampling: dict[str, Any]
-    context_length: int
 
 
 RolloutFunction = Callable[[Generate, Prompt, RolloutParams], Awaitable[Sample | list[Sample]]]
@@ -30,7 +22,7 @@ async def single_turn(generate: Generate, prompt: Prompt, params: RolloutParams)
     return single(await generate(GenerateRequest(params.sample_id, prompt.token_ids, sampling)))
 
 
-ROLLOUTS: dict[str, RolloutFunction] = {"single_turn": single_turn}
+ROLLOUTS: dict[str, RolloutFunction] = {"single_turn": single_turn, "multi_turn": multi_turn}
 
 
 def get_rollout(name: str) -> RolloutFunction:
