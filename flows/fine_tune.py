@@ -2,20 +2,22 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from milepost.engines.protocols import UpdateParams, WeightSource
+from milepost.engines.protocols import UpdateParams, UpdateResult, WeightSource
 from milepost.flows.trainer_alone import trainer_alone
 from milepost.storage import files
-from milepost.storage.begun import SFT_RECORD
 from milepost.storage.messages import Messages
 from milepost.storage.parameters import Parameters
-from milepost.storage.prompts import prompt_id
+from milepost.storage.prompt_rows import prompt_id
 from milepost.storage.provenance import provenance
+from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS, from_rows
-from milepost.storage.tables import write_table
+from milepost.storage.tables import TableRef, write_table
+from milepost.storage.taught import SFT_RECORD
 from milepost.storage.text import escape, to_json
 
 
@@ -55,6 +57,12 @@ class FineTuned:
 
     source: WeightSource
     losses: list[float]
+
+
+class Learnt(Protocol):
+    """Called when a step has learnt its batch, which `started` at this `time.monotonic()`."""
+
+    def __call__(self, step: int, batch: TableRef, result: UpdateResult, *, started: float) -> None: ...
 
 
 @dataclass
@@ -128,23 +136,28 @@ async def fine_tune(
     model_dir: str,
     advance: Callable[[str], None],
     data: Mapping[str, Any] | None = None,
+    learnt: Learnt | None = None,
 ) -> FineTuned:
     """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined.
 
     What they come from is in `folder/sft.json`, for the lineage of whatever begins with them; `data` says there where
-    the examples are from. RuntimeError when loss or gradient is not finite.
+    the examples are from. Each batch is in the folder of its step, and `learnt` is told of it. RuntimeError when loss
+    or gradient is not finite.
     """
     course = _Course()
     async with trainer_alone(run, parameters, model_dir) as trainer:
         for step, batch in enumerate(draw(examples, plan)):
+            started = time.monotonic()
             rows = [example_row(item, run=run, step=step, position=at) for at, item in enumerate(batch)]
-            place = files.join(folder, "batches", f"{step:06d}")
+            place = files.join(RunFolder(folder, run).step(step), "batch")
             ref = await asyncio.to_thread(write_table, place, from_rows(rows, ROLLOUTS), ROLLOUTS)
             update = UpdateParams("sft", {"aggregation": "token_mean"})
             result = await asyncio.to_thread(trainer.step, ref, update, f"sft-{step:06d}")
             if not result.applied:
                 raise RuntimeError(f"loss or gradient of step {step} is not finite: lower optimizer.lr")
             course.add(result.metrics["loss"], ref.digest)
+            if learnt is not None:
+                await asyncio.to_thread(learnt, step, ref, result, started=started)
             advance(f"loss {course.mean:.3f}")
             if course.mean < plan.target_loss:
                 break

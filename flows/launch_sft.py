@@ -9,11 +9,12 @@ from milepost.flows.launch import run_flow, serving
 from milepost.flows.recipe import parameters_of, parse_override, with_overrides
 from milepost.flows.sft import DEFAULT_LR, sft
 from milepost.flows.sft_plan import plan_sft
+from milepost.flows.sft_run import require_same
 from milepost.storage import redaction, runs
 from milepost.storage.registry import nearest
 from milepost.storage.sft_rows import SftDataSection
 
-SECTIONS = ("model", "optimizer", "perf", "engines")
+SECTIONS = ("model", "optimizer", "perf", "engines", "tracking")
 
 
 def sections_of(model: str, data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -63,6 +64,6 @@ def launch_sft(
 ) -> dict[str, Any]:
     """Fine-tune, and return what came of it; what cannot be is refused before any server is started."""
     sections = sections_of(model, data, overrides)
-    plan_sft(runs.run_folder(root, run), **sections, steps=steps, epochs=epochs)
+    require_same(plan_sft(runs.run_folder(root, run), **sections, steps=steps, epochs=epochs))
     with serving():
         return run_flow(lambda: sft(run=run, root=root, steps=steps, epochs=epochs, **sections))

@@ -1,27 +1,41 @@
 """The flow `sft`: supervised fine-tuning of a model on dialogues, or on prompts with their responses."""
 
 import asyncio
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 from pydantic import Field, PositiveInt
 
+from milepost.engines.protocols import UpdateResult
+from milepost.flows import crashed
+from milepost.flows.claim import claimed
 from milepost.flows.fine_tune import fine_tune
-from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar, say
+from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import absolute_root
+from milepost.flows.report_delivery import report_at_end
+from milepost.flows.run_logs import logged
 from milepost.flows.run_name import made_name, shown_name
+from milepost.flows.run_page import shown
+from milepost.flows.services import running
 from milepost.flows.sft_plan import SftRun, plan_sft
-from milepost.flows.staging import place, staging
-from milepost.storage import files, runs
-from milepost.storage.parameters import EnginesSection, ModelSection, OptimizerSection, PerfSection
+from milepost.flows.sft_run import close_learnt, open_sft
+from milepost.flows.start import Launched
+from milepost.flows.tracker import open_tracker, tracking_uri
+from milepost.storage import runs
+from milepost.storage.parameters import EnginesSection, ModelSection, OptimizerSection, PerfSection, TrackingSection
 from milepost.storage.sft_rows import SftDataSection
+from milepost.storage.tables import TableRef
+from milepost.storage.taught import go_on_with, model_of
 
 DEFAULT_LR = 1e-5
 
 
-@flow(name="sft", flow_run_name=shown_name, retries=0)
+@flow(name="sft", flow_run_name=shown_name, retries=0, on_crashed=[crashed.end_below])
 @recorded
 async def sft(
     run: str = "",
@@ -33,11 +47,12 @@ async def sft(
     optimizer: OptimizerSection = OptimizerSection(lr=DEFAULT_LR),
     perf: PerfSection = PerfSection(),
     engines: EnginesSection = EnginesSection(),
+    tracking: TrackingSection = TrackingSection(),
 ) -> dict[str, Any]:
     """Teach a model answers that are there; returns what came of it, with the folder of the model to train or evaluate.
 
     Args:
-        run: Name of what is made: a folder under root that must not be there; made when empty.
+        run: Name of the run; made when empty. One that was stopped goes on, when all else is as it was.
         root: Folder of all runs, a local one.
         steps: Optimizer steps, if not as many as `epochs` take.
         epochs: How often every row is learnt; once when neither is given.
@@ -46,8 +61,10 @@ async def sft(
         optimizer: Adam and its schedule.
         perf: What fits in memory, and how fast it goes.
         engines: Which processes hold the model; those that generate are not started.
+        tracking: Where lineage is indexed.
     """
-    folder = runs.run_folder(absolute_root(root), run or made_name())
+    root = absolute_root(root)
+    folder = runs.run_folder(root, run or made_name())
     wanted = await asyncio.to_thread(
         plan_sft,
         folder,
@@ -56,34 +73,48 @@ async def sft(
         optimizer=optimizer,
         perf=perf,
         engines=engines,
+        tracking=tracking,
         steps=steps,
         epochs=epochs,
     )
-    if wanted.data["too_long"]:
-        say(f"{wanted.data['too_long']} of {wanted.data['rows']} rows do not fit model.context_length and are left out")
-    return await _made(wanted)
+    if wanted.taught.too_long:
+        say(f"{wanted.taught.too_long} of {wanted.taught.rows} rows do not fit model.context_length and are left out")
+    async with claimed(folder, root, go_on_with=go_on_with(folder)) as fence:
+        launched = await asyncio.to_thread(open_sft, wanted, root, fence=fence)
+        return await _made(wanted, launched)
 
 
-async def _made(wanted: SftRun) -> dict[str, Any]:
-    """Train in a folder that appears under its name when all of it is there."""
-    folder = wanted.folder
-    with joined_ray(), staging(folder, "sft") as staged, progress_bar(folder.run_id, wanted.plan.steps) as advance:
+async def _made(wanted: SftRun, launched: Launched) -> dict[str, Any]:
+    """Learn every batch and leave the model; what a run shows while it trains is shown of this too."""
+    folder, shown_as = wanted.folder, str(flow_run.id or "")
+    uri = tracking_uri(launched.parameters.tracking, root=launched.root, running_url=running().mlflow_url)
+    with ExitStack() as stack:
+        stack.enter_context(logged(folder, shown_as))
+        tracker = stack.enter_context(open_tracker(launched, uri=uri, flow_run_id=shown_as))
+        stack.callback(report_at_end, folder, tracker, shown_as)
+        steps, go_on = wanted.plan.steps, go_on_with(folder)
+        stack.enter_context(shown(folder, launched.root, steps=steps, flow_run_id=shown_as, go_on_with=go_on))
+        stack.enter_context(joined_ray())
+
+        def learnt(step: int, batch: TableRef, result: UpdateResult, *, started: float) -> None:
+            tracker.step(close_learnt(launched, step, batch, result, started=started))
+
         done = await fine_tune(
             folder.run_id,
-            staged.uri,
+            folder.uri,
             wanted.examples,
             wanted.plan,
             parameters=wanted.parameters,
             model_dir=wanted.model_dir,
-            advance=advance,
-            data=wanted.data,
+            advance=stack.enter_context(progress_bar(folder.run_id, wanted.plan.steps)),
+            data=asdict(wanted.taught),
+            learnt=learnt,
         )
-        place(staged, folder)
     return {
         "run": folder.run_id,
-        "model": files.join(folder.uri, "model"),
-        "rows": wanted.data["rows"],
-        "too_long": wanted.data["too_long"],
+        "model": model_of(folder),
+        "rows": wanted.taught.rows,
+        "too_long": wanted.taught.too_long,
         "steps": len(done.losses),
         "first_loss": done.losses[0],
         "last_loss": done.losses[-1],

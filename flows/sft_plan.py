@@ -22,23 +22,27 @@ from milepost.storage.parameters import (
     OptimizerSection,
     Parameters,
     PerfSection,
+    TrackingSection,
 )
 from milepost.storage.prompt_source import parse_path
-from milepost.storage.runs import RunFolder
+from milepost.storage.runs import RunExists, RunFolder
 from milepost.storage.sft_rows import Dialogue, SftDataSection, Solved, bad_row, read_sft_rows
+from milepost.storage.taught import Taught, came_of, taught
 from milepost.storage.text import encodable
 
 
 @dataclass(frozen=True)
 class SftRun:
-    """A fine-tuning that can start. `data` is what its record says of the rows."""
+    """A fine-tuning that can start, with `parameters` as they were `given` and their secrets."""
 
     folder: RunFolder
+    given: Parameters
     parameters: Parameters
     model_dir: str
+    model_config: dict[str, Any]
     examples: list[Example]
     plan: SftPlan
-    data: dict[str, Any]
+    taught: Taught
 
 
 def plan_sft(
@@ -49,6 +53,7 @@ def plan_sft(
     optimizer: OptimizerSection,
     perf: PerfSection,
     engines: EnginesSection,
+    tracking: TrackingSection = TrackingSection(),
     steps: int | None = None,
     epochs: float | None = None,
 ) -> SftRun:
@@ -61,8 +66,10 @@ def plan_sft(
     if engines.train == "none":
         raise ValueError("engines.train is 'none', and somebody has to train: set it to 'megatron'")
     own = DataSection(seed=data.seed)
-    given = Parameters(model=model, data=own, optimizer=optimizer, perf=perf, engines=engines)
-    parameters = without_rollout(given).resolved()
+    given = without_rollout(
+        Parameters(model=model, data=own, optimizer=optimizer, perf=perf, engines=engines, tracking=tracking)
+    )
+    parameters = given.resolved()
     if not model.path:
         raise ValueError("no model is given: name its folder with --model, or as model.path")
     model_dir = model_folder(parameters.model.path)
@@ -75,27 +82,33 @@ def plan_sft(
     found = [_example(row, path, tokenizer, template=data.apply_chat_template) for row in read_sft_rows(path)]
     examples = _fitting(found, path, model.context_length)
     return SftRun(
-        folder,
-        parameters,
-        model_dir,
-        examples,
-        _plan(len(examples), data, steps, epochs),
-        {
-            "file": redaction.masked_text(absolute_root(path)),
-            "digest": files.digest_of(files.read(parse_path(path)[0])),
-            "rows": len(found),
-            "too_long": len(found) - len(examples),
-        },
+        folder=folder,
+        given=given,
+        parameters=parameters,
+        model_dir=model_dir,
+        model_config=config,
+        examples=examples,
+        plan=_plan(len(examples), data, steps, epochs),
+        taught=Taught(
+            file=redaction.masked_text(absolute_root(path)),
+            digest=files.digest_of(files.read(parse_path(path)[0])),
+            rows=len(found),
+            too_long=len(found) - len(examples),
+            batch_size=data.batch_size,
+            seed=data.seed,
+        ),
     )
 
 
 def require_place(folder: RunFolder) -> None:
-    """ValueError or RunExists unless something may be made under this name."""
+    """ValueError or RunExists unless a fine-tuning may be made under this name, or gone on with."""
     if not files.is_local(folder.uri):
         raise ValueError(f"root {folder.uri.rpartition('/')[0]!r} is not a local folder: fine-tuned weights need one")
+    if files.exists(folder.record) and taught(runs.load(folder)) and came_of(folder) is None:
+        return
     runs.require_new(folder)
-    if files.names(folder.uri):
-        raise runs.RunExists(f"{folder.uri} already exists: choose another name")
+    if set(files.names(folder.uri)) - {"lease"}:
+        raise RunExists(f"{folder.uri} already exists: choose another name")
 
 
 def _plan(rows: int, data: SftDataSection, steps: int | None, epochs: float | None) -> SftPlan:

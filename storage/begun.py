@@ -7,8 +7,7 @@ from typing import Any
 from milepost.storage import files
 from milepost.storage.parent import beside, course_of, parent_run
 from milepost.storage.runs import RunFolder, RunRecord
-
-SFT_RECORD = "sft.json"
+from milepost.storage.taught import SFT_RECORD
 
 
 @dataclass(frozen=True)

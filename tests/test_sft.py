@@ -133,7 +133,7 @@ def test_rows_that_are_too_long_are_counted(model_dir: str, tmp_path: Path) -> N
     folder, rest = runs.run_folder(str(tmp_path), "new"), {"optimizer": OptimizerSection(), "perf": PerfSection()}
     sections = sections_of(model_dir, {}, ["model.context_length=8"]) | rest | {"data": data}
     wanted = plan_sft(folder, **sections)
-    assert (wanted.data["rows"], wanted.data["too_long"], wanted.plan.examples) == (2, 1, 1)
+    assert (wanted.taught.rows, wanted.taught.too_long, wanted.plan.examples) == (2, 1, 1)
     assert wanted.examples[0].response_token_ids[-1] in load_tokenizer(model_dir).eos_ids
 
 
@@ -172,7 +172,7 @@ def test_a_model_learns_dialogues_and_its_folder_says_what_from(
         )
     )
     assert len(found["losses"]) == 12 and found["last_loss"] < 0.7 * found["first_loss"]
-    batch = next(Path(tmp_path, "runs", "taught", "batches", "000000").parent.glob("000000*.parquet"))
+    batch = next(Path(tmp_path, "runs", "taught", "steps", "000000").glob("batch-*.parquet"))
     masks = read_bytes(batch.read_bytes())["loss_mask"].to_pylist()
     assert [1, 1] + [0] * 10 + [1, 1, 1] in masks
     assert load_tokenizer(found["model"]).has_chat_template
