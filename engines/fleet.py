@@ -14,19 +14,12 @@ from typing import Any, Protocol
 from milepost.engines import cluster
 from milepost.engines.app_server import RunningApp, start_app
 from milepost.engines.frozen_model import frozen_model
-from milepost.engines.gpu_placement import engine_share, rank_shares, reserved, shares_gpus
+from milepost.engines.gpu_placement import has_spare, rank_shares, reserved, shares_gpus
 from milepost.engines.graders import GraderPool
 from milepost.engines.protocols import WeightHolder
-from milepost.engines.rollout_actor import (
-    RolloutActor,
-    connect_rollout_engine,
-    create_rollout_engine,
-    engine_name,
-    serve,
-)
-from milepost.engines.served_engine import EmbeddedEngine, FakeEngine
-from milepost.engines.sglang_engine import SglangEngine
-from milepost.engines.sglang_flags import server_flags
+from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, engine_name, serve
+from milepost.engines.rollout_start import create_rollout
+from milepost.engines.tool_processes import start_tools
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, create_train_engine, rank_name
 from milepost.storage.parameters import Parameters
 from milepost.storage.stages import WHOLE, Course
@@ -42,13 +35,16 @@ RANKS = {
 class Fleet:
     """A run's engines as its tasks see them, without a trainer where nothing is trained, and so on.
 
-    Without a trainer `frozen` has the weights that engines are to serve.
+    Without a trainer `frozen` has the weights that engines are to serve. `engines` are numbered from `first` on. The
+    `spare` is one more engine, behind a router of its own: what it serves is not what the others serve.
     """
 
     trainer: TrainActors | None
     engines: list[RolloutActor]
     router_url: str
     frozen: WeightHolder | None = None
+    first: int = 0
+    spare: "Fleet | None" = None
 
     @property
     def weights(self) -> WeightHolder:
@@ -62,30 +58,6 @@ class Closing(Protocol):
     """What is ended with the fleet."""
 
     def close(self) -> None: ...
-
-
-ENGINES: dict[str, Any] = {"fake": FakeEngine, "embedded": EmbeddedEngine, "sglang": SglangEngine}
-
-
-def _engine_options(parameters: Parameters, index: int) -> dict[str, Any]:
-    if parameters.engines.rollout == "fake":
-        return {}
-    own = {"trust_remote_code": parameters.model.trust_remote_code}
-    return own | (_sglang_options(parameters, index) if parameters.engines.rollout == "sglang" else {})
-
-
-def _sglang_options(parameters: Parameters, index: int) -> dict[str, Any]:
-    engines, gpu = parameters.engines, cluster.gpus() > 0
-    attach_url = engines.sglang_urls[index] if engines.sglang_urls else ""
-    return {
-        "python": engines.sglang_python,
-        "flags": server_flags(parameters, index, gpu=gpu),
-        "attach_url": attach_url,
-        "tensor_parallel": engines.gpus_per_engine,
-        "call_seconds": parameters.sync.timeout_seconds,
-        "start_seconds": 0.9 * engines.start_timeout_seconds,  # its own error is to come before the caller's
-        "gpu": gpu,
-    }
 
 
 def world_size(parameters: Parameters) -> int:
@@ -112,52 +84,30 @@ def create_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainAct
     )
 
 
-def create_rollout(
-    run: str, index: int, parameters: Parameters, model_dir: str, *, options: Mapping[str, Any] | None = None
-) -> RolloutActor:
-    """The process of rollout engine `index`, which will serve the weights of `model_dir`; its caller owns it."""
-    share = engine_share(run, index, parameters)
-    return create_rollout_engine(
-        run,
-        index,
-        engine_class=ENGINES[parameters.engines.rollout],
-        call_timeout_seconds=parameters.sync.timeout_seconds,
-        model_dir=model_dir,
-        threads=parameters.engines.rollout_threads,
-        max_running_requests=parameters.engines.max_running_requests,
-        context_length=parameters.model.context_length,
-        dtype=parameters.perf.dtype,
-        resources=share.options() if share else None,
-        **(options or _engine_options(parameters, index)),
-    )
-
-
-def start_rollout(run: str, index: int, parameters: Parameters, model_dir: str) -> RolloutActor:
-    """Start rollout engine `index`, with the weights of `model_dir`, and wait until it serves; its caller owns it."""
-    engine = create_rollout(run, index, parameters, model_dir)
-    serve([engine], timeout_seconds=parameters.engines.start_timeout_seconds)
-    return engine
-
-
-def _serve_all(engines: list[RolloutActor], parameters: Parameters) -> None:
+def _serve_all(engines: list[RolloutActor], spare: list[RolloutActor], parameters: Parameters) -> None:
     """Have the engines serve, side by side unless each is to leave its GPU to the next before that comes."""
     timeout = parameters.engines.start_timeout_seconds
     if not shares_gpus(parameters):
-        serve(engines, timeout_seconds=timeout)
+        serve([*engines, *spare], timeout_seconds=timeout)
         return
     for engine in engines:
         serve([engine], timeout_seconds=timeout)
         engine.release_memory()  # the trainer starts on the same GPU
+    serve(spare, timeout_seconds=timeout)
 
 
-def _start_router(run: str, engines: list[RolloutActor], parameters: Parameters) -> RunningApp:
+def _start_router(name: str, engines: list[RolloutActor], parameters: Parameters) -> RunningApp:
     workers = [engine.url() for engine in engines]
     kwargs = {"workers": workers, "request_timeout_seconds": parameters.rollout.timeout_seconds}
-    return start_app(_router_name(run), ROUTER_FACTORY, kwargs)
+    return start_app(name, ROUTER_FACTORY, kwargs)
 
 
 def _router_name(run: str) -> str:
     return f"{run}/router"
+
+
+def _spare_router_name(run: str) -> str:
+    return f"{run}/spare-router"
 
 
 @contextmanager
@@ -181,21 +131,29 @@ def fleet(
         trainer = create_trainer(run, parameters, model_dir) if course.trains else None
         if trainer:
             started.append(trainer)
-        engines: list[RolloutActor] = []
-        for index in range(_engine_count(parameters, course)):
-            engines.append(create_rollout(run, index, parameters, model_dir, options=engine_options))
-            started.append(engines[-1])
+        serving: list[RolloutActor] = []
+        count = _engine_count(parameters, course)
+        for index in range(count + (count > 0 and has_spare(parameters))):
+            serving.append(create_rollout(run, index, parameters, model_dir, options=engine_options))
+            started.append(serving[-1])
+        engines, spare = serving[:count], serving[count:]
         if course.makes("score"):
-            started.append(GraderPool.start(run, workers=parameters.reward.workers))
-        _serve_all(engines, parameters)
+            reward = parameters.reward
+            started.append(GraderPool.start(run, workers=reward.workers, memory_bytes=reward.memory_bytes))
+        if count and parameters.rollout.tools:
+            started.append(start_tools(run, parameters.rollout))
+        _serve_all(engines, spare, parameters)
         if trainer:
             trainer.load()
-        url = ""
-        if engines:
-            router = _start_router(run, engines, parameters)
-            started.append(router)
-            url = router.url()
-        yield Fleet(trainer, engines, url, None if trainer else frozen_model(model_dir, parameters))
+        urls = []
+        for name, behind in ((_router_name(run), engines), (_spare_router_name(run), spare)):
+            if behind:
+                router = _start_router(name, behind, parameters)
+                started.append(router)
+                urls.append(router.url())
+        frozen = frozen_model(model_dir, parameters)
+        beside = Fleet(None, spare, urls[-1], frozen, first=count) if spare else None
+        yield Fleet(trainer, engines, urls[0] if urls else "", None if trainer else frozen, spare=beside)
 
 
 def _engine_count(parameters: Parameters, course: Course) -> int:
@@ -224,7 +182,8 @@ def connect_fleet(run: str, parameters: Parameters, course: Course = WHOLE) -> F
 def stacks(run: str, parameters: Parameters) -> dict[str, str]:
     """What every thread of every engine of `run` is doing now, by the engine's name; and of this process."""
     ranks = [rank_name(run, rank) for rank in range(world_size(parameters))]
-    engines = [engine_name(run, index) for index in range(parameters.engines.rollout_engines)]
+    count = parameters.engines.rollout_engines + has_spare(parameters)
+    engines = [engine_name(run, index) for index in range(count)]
     return cluster.stacks_of([*ranks, *engines, _router_name(run)]) | {"this process": cluster.stacks_here()}
 
 

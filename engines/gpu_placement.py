@@ -5,7 +5,7 @@ With `perf.colocate` a rank and an engine have shares of the same bundle, else e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -22,14 +22,23 @@ RESERVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Slots:
-    """Places in a run's list of GPUs: one for each trainer rank, and those of each rollout engine."""
+    """Places in a run's list of GPUs: one for each trainer rank, and those of each rollout engine.
+
+    The `spare` engine shares its own with nothing, as it takes no turns.
+    """
 
     ranks: list[int]
     engines: list[list[int]]
+    spare: list[int] = field(default_factory=list)
 
     @property
     def count(self) -> int:
-        return max([*self.ranks, *(slot for slots in self.engines for slot in slots)], default=-1) + 1
+        return max([*self.ranks, *(slot for slots in self.engines for slot in slots), *self.spare], default=-1) + 1
+
+
+def has_spare(parameters: Parameters) -> bool:
+    """Whether a run has one more engine, for evaluations alone."""
+    return parameters.eval.spare_engine and parameters.eval.every_steps > 0
 
 
 def slots(parameters: Parameters) -> Slots:
@@ -39,7 +48,10 @@ def slots(parameters: Parameters) -> Slots:
     ranks = list(range(world)) if engines.train == "megatron" else []
     first, size = 0 if parameters.perf.colocate else len(ranks), engines.gpus_per_engine
     started = engines.rollout_engines if engines.rollout == "sglang" and not engines.sglang_urls else 0
-    return Slots(ranks, [[first + index * size + gpu for gpu in range(size)] for index in range(started)])
+    found = Slots(ranks, [[first + index * size + gpu for gpu in range(size)] for index in range(started)])
+    if not started or not has_spare(parameters):
+        return found
+    return replace(found, spare=[found.count + gpu for gpu in range(size)])
 
 
 def shares_gpus(parameters: Parameters) -> bool:
@@ -50,6 +62,13 @@ def shares_gpus(parameters: Parameters) -> bool:
 def check_gpus(parameters: Parameters, available: int) -> None:
     """ValueError when a cluster that has GPUs has too few; one without runs everything on the CPU."""
     wanted = slots(parameters)
+    others = replace(wanted, spare=[]).count
+    if others <= available < wanted.count and available:
+        raise ValueError(
+            f"eval.spare_engine needs {wanted.count} GPUs, {others} for trainer and rollout engines and "
+            f"{len(wanted.spare)} for itself, and there are {available}: turn it off, and the run's own engines "
+            "evaluate between two steps"
+        )
     if available and wanted.count > available:
         raise ValueError(
             f"{wanted.count} GPUs are needed ({len(wanted.ranks)} trainer ranks, {len(wanted.engines)} rollout engines "
@@ -101,9 +120,9 @@ def rank_shares(run: str, parameters: Parameters) -> list[GpuShare] | None:
 
 
 def engine_share(run: str, index: int, parameters: Parameters) -> GpuShare | None:
-    """Of rollout engine `index`; None where nothing is reserved, or for an engine that needs no GPU."""
-    found, engines = _gpus(run), slots(parameters).engines
-    return _share(found, engines[index], ENGINE_SHARE) if found and engines else None
+    """Of rollout engine `index`, after which comes the spare; None where nothing is reserved, or it needs no GPU."""
+    found, wanted = _gpus(run), slots(parameters)
+    return _share(found, [*wanted.engines, wanted.spare][index], ENGINE_SHARE) if found and wanted.engines else None
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,11 @@ class RolloutActor:
     def abort(self) -> None:
         self._ask("abort")
 
-    async def require_alive(self) -> None:
-        """EngineFailure unless the engine's process answers; a busy one does."""
+    async def require_alive(self) -> str:
+        """Its URL; EngineFailure unless the engine's process answers, as a busy one does."""
         ref = cluster.actor(self.name).url.remote()
-        await cluster.answer(ref, self._timeout_seconds, what=f"a sign of life of {self.name}")
+        url: str = await cluster.answer(ref, self._timeout_seconds, what=f"a sign of life of {self.name}")
+        return url
 
     def close(self) -> None:
         """Let responses in flight go out as aborted, then end the actor, if there is one."""

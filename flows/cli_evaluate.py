@@ -46,7 +46,7 @@ def evaluate(
     checkpoint: Annotated[
         str,
         typer.Argument(help="Model folder, checkpoint folder, RUN@STEP, RUN@latest, RUN@best or package:NAME."),
-    ],
+    ] = "",
     data: Annotated[
         list[str] | None,
         typer.Option(help="Prompt set, as FILE or NAME=FILE, FILE@[a:b] for a slice; repeatable (default: the run's)."),
@@ -66,6 +66,10 @@ def evaluate(
         float | None, typer.Option(min=0, help="Exit code 3 when a mean is lower by more than this and p < 0.05.")
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Name of the evaluation; the same one goes on.")] = None,
+    engines_of: Annotated[
+        str,
+        typer.Option(help="Run that trains now and evaluates its newest weights between two steps, on its engines."),
+    ] = "",
     config: Annotated[str, typer.Option("--config", "-c", help="Recipe with what differs from the run.")] = "",
     set: Overrides = None,
     root: Root = None,
@@ -74,6 +78,10 @@ def evaluate(
     """Score a checkpoint on held-out data sets: mean with interval, pass@k, majority vote; compare it with another."""
     from milepost.flows.launch_evaluate import Wanted, launch_evaluation, show_evaluation
 
+    if not (checkpoint or engines_of):
+        raise ValueError(
+            "there is nothing to evaluate: give a checkpoint, such as RUN@latest, or a run as --engines-of"
+        )
     if greedy and (temperature or (n or 1) > 1):
         raise ValueError("--greedy is one sample at temperature 0: leave --n and --temperature out, or --greedy")
     if max_drop is not None and not compare:
@@ -89,7 +97,8 @@ def evaluate(
         "reward": reward,
         "reward_options": None if reward is None else reward_options(reward_option or []),
     }
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", checkpoint.rstrip("/").rpartition("/")[2].replace("package:", ""))
+    named = checkpoint or f"{engines_of}@latest"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", named.rstrip("/").rpartition("/")[2].replace("package:", ""))
     wanted = Wanted(
         checkpoint=checkpoint,
         run=run or f"eval-{stem}-{datetime.now():%Y%m%d-%H%M%S}",
@@ -100,6 +109,7 @@ def evaluate(
         max_drop=max_drop,
         config=config,
         overrides=tuple(set or ()),
+        engines_of=engines_of,
     )
     found, fallen = launch_evaluation(wanted)
     if as_json:

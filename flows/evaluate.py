@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
@@ -9,8 +10,8 @@ from pydantic import Field
 
 from milepost.flows.checkpoint import Weights
 from milepost.flows.claim import claimed
-from milepost.flows.engine_slots import engine_slots
 from milepost.flows.evaluation import open_evaluation, run_evaluation
+from milepost.flows.evaluation_engines import on_own_engines
 from milepost.flows.evaluation_report import write_evaluation_report
 from milepost.flows.evaluation_request import EvaluationPlan, plan_baseline, plan_evaluation
 from milepost.flows.evaluation_results import compare as compare_with
@@ -19,6 +20,7 @@ from milepost.flows.outcome import recorded
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
 from milepost.flows.run_name import made_name
+from milepost.flows.sharing import plan_shared, shared_evaluation
 from milepost.flows.start import Launched
 from milepost.storage import attempts, manifest, runs
 from milepost.storage.evaluated import evaluated
@@ -61,8 +63,7 @@ async def _work_on(folder: RunFolder, root: str, plan: EvaluationPlan | None) ->
             launched = await asyncio.to_thread(open_evaluation, plan, folder, fence=fence)
         if manifest.finished_steps(folder):
             say(f"evaluation {folder.run_id} is finished: nothing is generated again")
-        async with engine_slots(launched.parameters):
-            await run_evaluation(launched, weights)
+        await run_evaluation(launched, partial(on_own_engines, launched, weights))
 
 
 @flow(name="evaluate", flow_run_name="evaluate {checkpoint} {run}", retries=0)
@@ -76,6 +77,7 @@ async def evaluate(
     max_drop: Annotated[float, Field(ge=0)] | None = None,
     config: str = "",
     overrides: tuple[str, ...] = (),
+    engines_of: str = "",
 ) -> dict[str, Any]:
     """Score a checkpoint on held-out data sets, and fail when it is worse than another one by more than it may be.
 
@@ -90,16 +92,22 @@ async def evaluate(
         max_drop: Fail when a mean score is lower than there by more than this, and the paired test gives p < 0.05.
         config: Recipe with what differs from the checkpoint's run.
         overrides: Values that differ, as section.field=value.
+        engines_of: A run that trains now and is to evaluate its newest weights on its own engines, between two steps.
     """
     root = absolute_root(root)
     run = run or made_name()
     folder = runs.run_folder(root, run)
-    plan = (
-        plan_evaluation(checkpoint, run, root, sets=evals, config=config, overrides=overrides) if checkpoint else None
-    )
+    plan = None
+    if engines_of:
+        plan = plan_shared(engines_of, checkpoint, run, root, sets=evals, config=config, overrides=overrides)
+    elif checkpoint:
+        plan = plan_evaluation(checkpoint, run, root, sets=evals, config=config, overrides=overrides)
     sets = plan.parameters.eval.sets if plan else attempts.current(folder).parameters.eval.sets
     baseline = plan_baseline(compare, run, root, sets, config=config, overrides=overrides) if compare else None
-    await _work_on(folder, root, plan)
+    if plan and engines_of:
+        await shared_evaluation(plan)
+    else:
+        await _work_on(folder, root, plan)
     if baseline and baseline.plan:
         await _work_on(baseline.folder, root, baseline.plan)
     compared = compare_with(folder, baseline.folder) if baseline else None

@@ -1,25 +1,21 @@
-"""An evaluation as it is worked on: engines hold the weights, every data set is scored, and the one step is closed.
+"""An evaluation as it is worked on: on engines that hold the weights every set is scored, and the one step is closed.
 
 What was committed is not made again: an evaluation that was stopped goes on with the same name.
 """
 
-import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 from prefect.runtime import flow_run
 
-from milepost.engines.fleet import Fleet, fleet
-from milepost.engines.protocols import WeightSource, WeightVersion
-from milepost.engines.stored_weights import StoredWeights, model_folder_weights
+from milepost.engines.fleet import Fleet
+from milepost.engines.protocols import WeightVersion
 from milepost.flows.checkpoint import Weights
-from milepost.flows.checkpoint_weights import exported_weights
-from milepost.flows.evaluation_request import COURSE, EvaluationPlan
-from milepost.flows.loop import joined_ray
-from milepost.flows.progress import Advance, progress_bar
+from milepost.flows.evaluation_request import EvaluationPlan
+from milepost.flows.progress import Advance
 from milepost.flows.services import running
 from milepost.flows.start import Launched, require_model, store_prompts
-from milepost.flows.supervision import Restarts, on_new_engines, supervised
 from milepost.flows.tracker import open_tracker, tracking_uri
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.eval_sets import set_rows
@@ -33,7 +29,6 @@ from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef, read_table
 from milepost.tasks.eval_scores import SetScore
 from milepost.tasks.evaluate import SetPlan, evaluate_set, set_plan
-from milepost.tasks.sync import push_weights
 
 
 def evaluated_weights(weights: Weights) -> Evaluated:
@@ -86,73 +81,59 @@ def require_same(plan: EvaluationPlan, folder: RunFolder) -> RunRecord:
     return record
 
 
-async def hand_out(weights: Weights, source: WeightSource | None, launched: Launched, engines: Fleet) -> WeightVersion:
-    """The version of the weights that every engine holds, after loading `source` if there is one."""
-    held = await asyncio.to_thread(engines.engines[0].weight_version)
-    if source is None and held is not None and not launched.parameters.engines.sglang_urls:
-        return held
-    # A server that runs already has whatever its last user loaded.
-    found: WeightSource = source or await asyncio.to_thread(model_folder_weights, weights.model_dir)
-    pushed = await push_weights(
-        found.version.step,
-        launched.parameters.sync,
-        folder=launched.folder,
-        trainer=StoredWeights(found),
-        engines=list(engines.engines),
-        router_url=engines.router_url,
-    )
-    return pushed.version
-
-
 def set_plans(launched: Launched) -> list[SetPlan]:
-    return [set_plan(at, item, launched.parameters) for at, item in enumerate(launched.parameters.eval.sets)]
+    folder = launched.record.model["folder"]
+    sets = enumerate(launched.parameters.eval.sets)
+    return [set_plan(at, item, launched.parameters, model_folder=folder) for at, item in sets]
 
 
-async def run_evaluation(launched: Launched, weights: Weights) -> StepManifest:
+Scoring = Callable[[], Awaitable[None]]
+"""Scores every set of an evaluation and closes it."""
+
+
+async def run_evaluation(launched: Launched, scoring: Scoring) -> StepManifest:
     """Score every set and close the evaluation; MLflow is told. One that is closed is left as it is."""
     uri = tracking_uri(launched.parameters.tracking, root=launched.root, running_url=running().mlflow_url)
     with ExitStack() as stack:
         tracker = stack.enter_context(open_tracker(launched, uri=uri, flow_run_id=str(flow_run.id or "")))
         if not manifest.finished_steps(launched.folder):
-            stack.enter_context(joined_ray())
-            await _on_engines(launched, weights)
+            await scoring()
             tracker.step(manifest.load(launched.folder, 0))
         if tracker.courier is not None:
             tracker.courier.post(evaluation_told(launched.folder))
     return manifest.load(launched.folder, 0)
 
 
-async def _on_engines(launched: Launched, weights: Weights) -> None:
-    """The sets, on new engines each time that something other than a rollout engine dies or hangs."""
-    source = await exported_weights(weights)
-    restarts = Restarts(launched.parameters.engines.max_restarts)
-
-    async def attempt() -> None:
-        with fleet(launched.folder.run_id, launched.parameters, weights.model_dir, course=COURSE) as engines:
-            version = await hand_out(weights, source, launched, engines)
-            await supervised(_score_all(launched, engines, version), launched, engines, restarts)
-
-    await on_new_engines(attempt, restarts)
+def shard_count(launched: Launched) -> int:
+    """How many shards the sets have, each of which is a line of progress."""
+    table = read_table(TableRef(**launched.record.data["prompts"]))
+    return sum(plan.shards(set_rows(table, plan.name).num_rows) for plan in set_plans(launched))
 
 
-async def _score_all(launched: Launched, engines: Fleet, version: WeightVersion) -> None:
+async def score_all(
+    launched: Launched,
+    engines: Fleet,
+    version: WeightVersion,
+    *,
+    advance: Advance = lambda text: None,
+    graders: str = "",
+) -> None:
+    """Score every set on engines that hold `version`; `graders` names the run that has them if it is another one."""
     store = StepStore(launched.folder.step(0), launched.folder.run_id, 0, launched.fence)
     prompts = TableRef(**launched.record.data["prompts"])
-    plans = set_plans(launched)
-    table = read_table(prompts)
-    shards = sum(plan.shards(set_rows(table, plan.name).num_rows) for plan in plans)
-    with progress_bar(launched.folder.run_id, shards) as advance:
-        scores = [await _score(plan, prompts, version, engines.router_url, store, advance) for plan in plans]
+    scores: list[SetScore] = [
+        await evaluate_set(
+            prompts,
+            plan,
+            weight_version=str(version),
+            router_url=engines.router_url,
+            store=store,
+            advance=advance,
+            graders=graders,
+        )
+        for plan in set_plans(launched)
+    ]
     close_evaluation(launched, store, version, scores)
-
-
-async def _score(
-    plan: SetPlan, prompts: TableRef, version: WeightVersion, router_url: str, store: StepStore, advance: Advance
-) -> SetScore:
-    score: SetScore = await evaluate_set(
-        prompts, plan, weight_version=str(version), router_url=router_url, store=store, advance=advance
-    )
-    return score
 
 
 def close_evaluation(launched: Launched, store: StepStore, version: WeightVersion, scores: list[SetScore]) -> None:

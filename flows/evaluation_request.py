@@ -50,12 +50,26 @@ def plan_evaluation(
     overrides: Sequence[str] = (),
     sampling: Mapping[str, Any] | None = None,
 ) -> EvaluationPlan:
-    """Check everything that can be checked before processes start.
-
-    Parameters are those of the run that the weights are of, then the recipe's, then `overrides`; `sampling` replaces
-    values of every set.
-    """
+    """Check everything that can be checked before processes start; see `plan_of`."""
     weights = find_weights(checkpoint, root)
+    return plan_of(weights, run, root, sets=sets, config=config, overrides=overrides, sampling=sampling)
+
+
+def plan_of(
+    weights: Weights,
+    run: str,
+    root: str,
+    *,
+    sets: Sequence[EvalSet] = (),
+    config: str = "",
+    overrides: Sequence[str] = (),
+    sampling: Mapping[str, Any] | None = None,
+) -> EvaluationPlan:
+    """An evaluation of `weights`.
+
+    Parameters are those of the run that they are of, then the recipe's, then `overrides`; `sampling` replaces values of
+    every set.
+    """
     model_config = json.loads(Path(weights.model_dir, "config.json").read_text())
     chosen = parameters_of(_fitting(_given(weights, config, overrides), model_config))
     wanted = [checked_set({**item.model_dump(), **(sampling or {})}) for item in (sets or eval_sets(chosen.eval))]

@@ -14,6 +14,7 @@ from milepost.flows.failure import RunFailed, sentence
 from milepost.flows.launch import run_flow, serving
 from milepost.flows.progress import say
 from milepost.flows.run_status import resume_command
+from milepost.flows.sharing import plan_shared
 from milepost.storage import files, runs
 from milepost.storage.runs import RunFolder
 
@@ -33,25 +34,22 @@ class Wanted:
     max_drop: float | None
     config: str
     overrides: tuple[str, ...]
+    engines_of: str = ""
 
 
 def launch_evaluation(wanted: Wanted) -> Found:
     """What the evaluation came to, and which sets fell by more than they may; bad input is refused before all else."""
     folder = runs.run_folder(wanted.root, wanted.run)
     sets = [checked_set(item | wanted.sampling) for item in wanted.data]
-    plan = plan_evaluation(
-        wanted.checkpoint,
-        wanted.run,
-        wanted.root,
-        sets=sets,
-        config=wanted.config,
-        overrides=wanted.overrides,
-        sampling=wanted.sampling,
-    )
-    if files.exists(folder.record):
-        require_same(plan, folder)
+    options: dict[str, Any] = {"config": wanted.config, "overrides": wanted.overrides}
+    what: dict[str, Any] = {"sets": sets, "sampling": wanted.sampling, **options}
+    if wanted.engines_of:
+        plan = plan_shared(wanted.engines_of, wanted.checkpoint, wanted.run, wanted.root, **what)
+    else:
+        plan = plan_evaluation(wanted.checkpoint, wanted.run, wanted.root, **what)
+        if files.exists(folder.record):
+            require_same(plan, folder)
     if wanted.compare:
-        options: dict[str, Any] = {"config": wanted.config, "overrides": wanted.overrides}
         plan_baseline(wanted.compare, wanted.run, wanted.root, plan.parameters.eval.sets, **options)
     return _work(
         folder,
@@ -65,7 +63,9 @@ def launch_evaluation(wanted: Wanted) -> Found:
             max_drop=wanted.max_drop,
             config=wanted.config,
             overrides=wanted.overrides,
+            engines_of=wanted.engines_of,
         ),
+        ray=not wanted.engines_of,
     )
 
 
@@ -74,9 +74,11 @@ def relaunch_evaluation(run: str, root: str) -> Found:
     return _work(runs.run_folder(root, run), root, lambda: evaluate(checkpoint="", run=run, root=root))
 
 
-def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> Found:
+def _work(
+    folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]], *, ray: bool = True
+) -> Found:
     hint = f"go on with: {resume_command(folder, root)}"
-    with serving():
+    with serving(ray=ray):
         try:
             return run_flow(begin), ""
         except Regressed as error:

@@ -6,15 +6,15 @@ engine is admitted with the current weights only.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from milepost.engines.cluster import EngineDied, EngineMissing, EngineTimeout
-from milepost.engines.fleet import Fleet, is_engine_failure, start_rollout
+from milepost.engines.fleet import Fleet, is_engine_failure
 from milepost.engines.gpu_placement import shares_gpus
 from milepost.engines.protocols import WeightHolder, WeightSource
 from milepost.engines.rollout_actor import RolloutActor
+from milepost.engines.rollout_start import start_rollout
 from milepost.flows.failure import first_cause, sentence
 from milepost.flows.progress import say
 from milepost.flows.start import Launched
@@ -59,37 +59,36 @@ async def on_new_engines(attempt: Callable[[], Awaitable[None]], restarts: Resta
 
 async def supervised(work: Coroutine[Any, Any, None], launched: Launched, fleet: Fleet, restarts: Restarts) -> None:
     """Do `work`; a rollout engine that dies meanwhile is started again, and when that fails the work is cancelled."""
-    with ExitStack() as owned:
-        try:
-            async with asyncio.TaskGroup() as group:
-                engines = range(len(fleet.engines))
-                watching = [group.create_task(_keep(index, launched, fleet, restarts, owned)) for index in engines]
-                await work
-                for watch in watching:
-                    watch.cancel()
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # what failed first; the others were cancelled for it
+    try:
+        async with asyncio.TaskGroup() as group:
+            engines = range(len(fleet.engines))
+            watching = [group.create_task(_keep(index, launched, fleet, restarts)) for index in engines]
+            await work
+            for watch in watching:
+                watch.cancel()
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # what failed first; the others were cancelled for it
 
 
-async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts, owned: ExitStack) -> None:
-    """Watch engine `index` for ever; `owned` ends what is started here."""
-    engine = fleet.engines[index]
-    url = await asyncio.to_thread(engine.url)
+async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts) -> None:
+    """Watch an engine of the fleet for ever."""
+    url, number = "", fleet.first + index
     while True:
         await asyncio.sleep(WATCH_SECONDS)
+        engine = fleet.engines[index]
         try:
-            await engine.require_alive()
+            url = await engine.require_alive()
         except EngineTimeout:
             continue  # it lives and is slow: the deadline of the stage decides
         except (EngineDied, EngineMissing) as error:
             restarts.take(error)
-            say(f"rollout engine {index} died and starts again")
+            say(f"rollout engine {number} died and starts again")
             await _dismiss(url, fleet.router_url)
             await asyncio.to_thread(engine.close)  # Ray keeps a dead actor's name until it is told to
             await _room(launched, fleet)
-            new = await asyncio.to_thread(_start, index, launched)
-            owned.callback(new.close)
-            url = await admit(new, launched.folder, fleet)
+            # Where the fleet holds it: an actor ends when whoever started it lets go of its handle.
+            fleet.engines[index] = await asyncio.to_thread(_start, number, launched)
+            url = await admit(fleet.engines[index], launched.folder, fleet)
 
 
 async def _room(launched: Launched, fleet: Fleet) -> None:

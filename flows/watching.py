@@ -67,7 +67,10 @@ class Watch:
         mark_best(self.launched, self.tracker)
         if self._history is not None:
             found = {name: value for score in scores for name, value in score.metrics().items()}
-            self._history = replace(self._history, held_out={**self._history.held_out, version.step: found})
+            held_out, late = self._history.held_out, self._history.late
+            self._history = replace(
+                self._history, held_out={**held_out, version.step: found}, late=late | {version.step}
+            )
 
     def broken(self) -> Broken | None:
         """Tell of what has come to be crossed; why the run is to stop here, None when it goes on."""
@@ -76,6 +79,7 @@ class Watch:
         for crossing in crossings(self.launched.parameters.alert, self._history):
             say(f"alert: {crossing.reason}")
             metric_crossed(self.launched, crossing)
+        self._history = replace(self._history, late=frozenset())
         return broken_rule(self.launched.parameters.stop, self._history)
 
 

@@ -1,15 +1,11 @@
 """The data sets of an evaluation, each with a name, checked; and where their prompts are in one stored table."""
 
-import re
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from milepost.storage.data_sets import check_names, dataset_name
 from milepost.storage.parameters import EvalSection, EvalSet
 from milepost.storage.prompt_source import parse_path
-from milepost.storage.prompts import dataset_name
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def named(eval_set: EvalSet) -> EvalSet:
@@ -28,17 +24,8 @@ def eval_sets(section: EvalSection) -> list[EvalSet]:
 
 def check_sets(sets: list[EvalSet]) -> None:
     """ValueError names the first set that cannot be evaluated, and says why."""
-    seen: dict[str, str] = {}
+    check_names([(item.name, item.path) for item in sets], "NAME=FILE")
     for item in sets:
-        if not _NAME.fullmatch(item.name):
-            raise ValueError(
-                f"data set name {item.name!r} cannot be used: give NAME=FILE with letters, digits, '.', '_' and '-'"
-            )
-        if item.name in seen:
-            raise ValueError(
-                f"{seen[item.name]} and {item.path} are both called {item.name!r}: give one another name, as NAME=FILE"
-            )
-        seen[item.name] = item.path
         _check_sampling(item)
 
 

@@ -20,8 +20,11 @@ from milepost.storage.parameters import EvalSet, Parameters, RewardSection, Roll
 from milepost.storage.schema import PROMPTS, ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.eval_scores import SetScore, set_score
-from milepost.tasks.generate import Sampling, Shard, generate_rollouts, sampling_params
+from milepost.tasks.generate import Shard, generate_rollouts
+from milepost.tasks.prompt_reward import of_eval_set
+from milepost.tasks.sampling import Sampling, TokenizerFolder, sampling_params
 from milepost.tasks.score import score_rollouts
+from milepost.tasks.tools import tool_rules
 
 SHARD_SAMPLES = 256
 
@@ -52,6 +55,7 @@ class SetPlan:
             "set": self.index or None,
             "n": chosen.n_samples_per_prompt if chosen.n_samples_per_prompt > 1 else None,
             "seed": chosen.seed if chosen.params["temperature"] else None,
+            "tools": chosen.identity().get("tools"),
         }
         return found | {name: value for name, value in own.items() if value is not None}
 
@@ -65,8 +69,8 @@ def greedy(sampling: Sampling) -> Sampling:
     return replace(sampling, params=params, n_samples_per_prompt=1)
 
 
-def set_plan(index: int, eval_set: EvalSet, parameters: Parameters) -> SetPlan:
-    """How a set is evaluated: what it leaves open is as the run has it."""
+def set_plan(index: int, eval_set: EvalSet, parameters: Parameters, *, model_folder: str = "") -> SetPlan:
+    """How a set is evaluated: what it leaves open is as the run has it. `model_folder` is for a run with tools."""
     rollout = parameters.rollout
     updates: dict[str, Any] = {"top_p": eval_set.top_p, "top_k": eval_set.top_k}
     updates |= {"max_new_tokens": eval_set.max_new_tokens} if eval_set.max_new_tokens else {}
@@ -79,10 +83,10 @@ def set_plan(index: int, eval_set: EvalSet, parameters: Parameters) -> SetPlan:
         eval_set.n_samples_per_prompt,
         parameters.model.context_length,
         parameters.data.seed,
+        tools=tool_rules(rollout),
+        tokenizer=TokenizerFolder.of(parameters.model, model_folder),
     )
-    reward = parameters.reward
-    if eval_set.reward:
-        reward = reward.model_copy(update={"name": eval_set.reward, "options": eval_set.reward_options})
+    reward = of_eval_set(eval_set, parameters.reward)
     return SetPlan(index, eval_set, sampling if params["temperature"] else greedy(sampling), rollout, reward)
 
 
@@ -119,8 +123,12 @@ async def evaluate_set(
     router_url: str,
     store: StepStore,
     advance: Callable[[str], None] = lambda shown: None,
+    graders: str = "",
 ) -> SetScore:
-    """The score of the weights that engines hold on one set of `prompts`; `advance` is called once a shard."""
+    """The score of the weights that engines hold on one set of `prompts`; `advance` is called once a shard.
+
+    `graders` names the run whose they are, when that is not the one that is evaluated.
+    """
     started = time.monotonic()
     slot = result_slot(plan.index)
     key = store.key(slot, [prompts], plan.config(weight_version))
@@ -142,7 +150,9 @@ async def evaluate_set(
                     router_url=router_url,
                     store=store,
                 )
-                scored: TableRef = await score_rollouts.fn(generated, shard, plan.reward, run=store.run_id, store=store)
+                scored: TableRef = await score_rollouts.fn(
+                    generated, shard, plan.reward, run=graders or store.run_id, store=store
+                )
             advance(plan.name)
             return scored
 

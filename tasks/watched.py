@@ -29,12 +29,14 @@ class Point:
 class History:
     """A run so far: its finished steps in order, and the metrics of its evaluations by finished steps.
 
-    `gpus` is how many each attempt takes for trainer and engines; 1 where it is not known, or takes none.
+    `gpus` is how many each attempt takes for trainer and engines; 1 where it is not known, or takes none. `late` are
+    the evaluations of earlier weights that have ended since it was last asked what is crossed.
     """
 
     steps: Sequence[StepManifest]
     held_out: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     gpus: Mapping[int, int] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
 
     def points(self, metric: str) -> list[Point]:
         """What is known of a metric up to now, in order."""
@@ -128,8 +130,13 @@ def crossings(section: AlertSection, history: History) -> list[Crossing]:
     return [
         Crossing(bound, points[-1], _told(bound, points[-1].value))
         for bound, points in found
-        if points and points[-1].after == len(history.steps) and _in_a_row(bound, points) == bound.in_a_row
+        if points and _is_new(bound, points[-1], history) and _in_a_row(bound, points) == bound.in_a_row
     ]
+
+
+def _is_new(bound: Bound, point: Point, history: History) -> bool:
+    is_late = bound.metric.startswith("eval/") and point.after in history.late
+    return is_late or point.after == len(history.steps)
 
 
 def plateau(section: StopSection, points: Sequence[Point]) -> str:

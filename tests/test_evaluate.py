@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from milepost.storage.parameters import EvalSet, Parameters, RewardSection
 from milepost.tasks.evaluate import greedy, set_plan
-from milepost.tasks.generate import Sampling
 from milepost.tasks.intervals import wilson
+from milepost.tasks.sampling import Sampling
 
 
 def test_the_interval_of_half_of_ten_is_wilsons() -> None:
