@@ -17,7 +17,10 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP  := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-long sglang check types bench chaos doctor clean
+# Where the browser test leaves a picture of each page.
+export MILEPOST_SCREENSHOTS ?= $(abspath .pictures)
+
+.PHONY: demo test test-long pages sglang check types bench chaos doctor clean
 
 demo: $(VENV)/.installed
 	$(BIN)/milepost demo
@@ -29,6 +32,10 @@ test: $(VENV)/.installed check types sglang
 # Every command of the pages typed, the pages of a run opened in a browser, and all that a worker and its pages do.
 test-long: $(VENV)/.installed
 	$(BIN)/python -m pytest -rs -m "long and not gpu"
+
+# Without a browser it is skipped, and says so.
+pages: $(VENV)/.installed
+	$(BIN)/python -m pytest -rs tests/browser
 
 # Without it the tests of real SGLang are skipped, and say so.
 sglang:
@@ -82,4 +89,4 @@ $(SGLANG_VENV)/.installed: deployments/sglang-cpu.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build .pictures *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -1,4 +1,5 @@
-"""The pages as a person uses them, in a real browser: a run's form, its page, its report, and its checkpoint in MLflow.
+"""The pages as a person uses them, in a real browser: a run's form, its page, its report, its checkpoint in MLflow, and
+the buttons that stop it and let it go on.
 
 Pictures of them are kept in the folder that `MILEPOST_SCREENSHOTS` names; `docs/images` is made so.
 """
@@ -33,10 +34,13 @@ data: {path: prompts.jsonl, apply_chat_template: false, rollout_batch_size: 4, n
 rollout: {max_new_tokens: 8, shards: 1}
 reward: {name: "short:short"}
 algorithm: {num_steps_per_rollout: 1}
+checkpoint: {every_steps: 2}
+eval: {path: held-out.jsonl, every_steps: 2}
 engines: {train: fake, rollout: fake}
 """
 REWARD = "def short(sample):\n    return 1 / len(sample.response or '.')\n"
-SIZE = {"width": 1200, "height": 900}
+SIZE = {"width": 1200, "height": 1000}
+MLFLOW_WIDTH = 890  # without the assistant beside it
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ def site(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     pictures.mkdir(parents=True, exist_ok=True)
     (folder / "model").symlink_to(model_dir)
     rows = "".join(f'{{"prompt": "{number}+1=", "label": "{number + 1}"}}\n' for number in range(16))
-    for name, text in {"prompts.jsonl": rows, "tiny.yaml": RECIPE, "short.py": REWARD}.items():
+    given = {"prompts.jsonl": rows, "held-out.jsonl": rows, "tiny.yaml": RECIPE, "short.py": REWARD}
+    for name, text in given.items():
         (folder / name).write_text(text)
     apart = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", "PREFECT_HOME")}
     environment = apart | {"MILEPOST_HOME": str(home)}
@@ -74,7 +79,7 @@ def site(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def wait_said(log: Path, word: str) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while word not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
@@ -91,7 +96,7 @@ def page(site: Site) -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE)
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)  # a busy machine draws a page late
         yield page
         page.screenshot(path=site.pictures / "last.png")  # of a test that failed, where it failed
         browser.close()
@@ -103,27 +108,37 @@ def fill(page: Page, field: str, value: str) -> None:
     page.locator(".schema-form-property").filter(has=label).last.locator("input, textarea").first.fill(value)
 
 
-def keep(page: Page, site: Site, name: str) -> None:
+def keep(page: Page, site: Site, name: str, width: int = SIZE["width"]) -> None:
     page.wait_for_timeout(1000)  # what moves has come to rest
-    page.screenshot(path=site.pictures / f"{name}.png")
+    page.screenshot(path=site.pictures / f"{name}.png", clip={"x": 0, "y": 0, **SIZE, "width": width})
 
 
-def start(page: Page, site: Site) -> None:
-    """Fill in the form, with two parameters that are other than the recipe's, and go to the run's page."""
+def start(page: Page, site: Site, run: str, **values: str) -> None:
+    """Fill in the form, with parameters that are other than the recipe's, and go to the page of the run that begins."""
     page.goto(site.form)
-    fill(page, "run", "first")
-    fill(page, "steps", "4")
-    fill(page, "Lr", "0.001")
-    keep(page, site, "form")
+    for field, value in {"run": run, **values}.items():
+        fill(page, field, value)
+    keep(page, site, f"form-{run}")
     page.get_by_role("button", name="Submit").click()
     page.wait_for_url(re.compile(r"deployment/[^/]+$"))
     page.goto(f"{site.form.removesuffix('/run')}?tab=Runs")
-    page.locator("a[href*='/runs/flow-run/']").first.click()
+    page.locator("a[href*='/runs/flow-run/']", has_text=run).first.click(timeout=300_000)
+
+
+def until(page: Page, *states: str) -> None:
+    """Wait until the page shows one of these states."""
+    page.get_by_text(re.compile(f"^({'|'.join(states)})$")).first.wait_for(timeout=300_000)
+
+
+def press(page: Page, button: str, confirm: str) -> None:
+    """A button of the run's page, and the one of the dialogue that it opens."""
+    page.get_by_role("button", name=button, exact=True).click()
+    page.get_by_role("button", name=confirm, exact=True).click()
 
 
 def test_a_run_is_started_on_its_form_and_followed_to_its_report_and_its_checkpoint(page: Page, site: Site) -> None:
-    start(page, site)
-    page.get_by_text(re.compile("^(Completed|Failed|Crashed)$")).first.wait_for(timeout=60_000)
+    start(page, site, run="first", steps="4", Lr="0.001")
+    until(page, "Completed", "Failed", "Crashed")
     assert page.get_by_text("Completed", exact=True).count(), (site.folder / "log").read_text()
     page.reload()  # so that the picture of the DAG shows all of it
     page.get_by_text("Artifacts", exact=True).last.click()
@@ -134,15 +149,42 @@ def test_a_run_is_started_on_its_form_and_followed_to_its_report_and_its_checkpo
     keep(page, site, "report")
 
     page.goto(f"{site.mlflow}/#/experiments/1/runs")
+    page.get_by_text("Model training", exact=True).click()  # the view of runs and checkpoints
     page.get_by_role("link", name="first", exact=True).click()
     page.get_by_text("optimizer.lr", exact=True).wait_for()
-    keep(page, site, "mlflow-run")
+    page.get_by_text("eval/held-out/mean").first.wait_for()
+    keep(page, site, "mlflow-run", MLFLOW_WIDTH)
     page.get_by_role("link", name="first/step-000003").click()
     page.get_by_role("link", name="first-v4").click()
     page.get_by_text("Model ID").wait_for()
-    keep(page, site, "mlflow-checkpoint")
+    page.get_by_text("eval/held-out/mean").first.wait_for()
+    keep(page, site, "mlflow-checkpoint", MLFLOW_WIDTH)
     assert page.get_by_role("link", name="first/step-000003").count()
 
     record = json.loads((site.folder / "runs" / "first" / "run.json").read_text())
     assert (record["steps"], record["parameters"]["optimizer"]["lr"]) == (4, 0.001)
     assert (site.folder / "runs" / "first" / "checkpoints" / "000004").is_dir()
+
+
+def steps_of(site: Site, run: str) -> int:
+    return len(list((site.folder / "runs" / run / "steps").glob("*/manifest.json")))
+
+
+def wait_steps(site: Site, run: str, more: int) -> None:
+    wanted, deadline = steps_of(site, run) + more, time.monotonic() + 300
+    while steps_of(site, run) < wanted:
+        assert time.monotonic() < deadline, (site.folder / "log").read_text()
+        time.sleep(0.2)
+
+
+def test_a_run_is_suspended_resumed_and_cancelled_on_its_page(page: Page, site: Site) -> None:
+    start(page, site, run="second", steps="100000")
+    wait_steps(site, "second", more=2)
+    press(page, "Suspend", "Submit")
+    until(page, "Suspended")
+    keep(page, site, "suspended")
+    press(page, "Resume", "Submit")
+    wait_steps(site, "second", more=2)
+    press(page, "Cancel", "Confirm")
+    until(page, "Cancelled")
+    keep(page, site, "cancelled")

