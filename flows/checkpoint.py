@@ -11,6 +11,7 @@ from milepost.storage import attempts, checkpoints, files, runs
 from milepost.storage.begun import exported_from
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
+from milepost.storage.taught import last_step, model_of, taught
 from milepost.storage.weight_version import WeightVersion
 
 FORMS = "give a Hugging Face folder, a checkpoint's folder, RUN@STEP, RUN@latest, RUN@best or package:NAME"
@@ -70,9 +71,21 @@ def _of_checkpoint(uri: str) -> Weights:
 
 def _of_run(folder: RunFolder, which: str) -> Weights:
     record = attempts.current(folder)
+    if taught(record) and which != "0":
+        return Weights(f"{folder.run_id}@{_only(folder, which)}", model_of(folder))
     saved = checkpoints.complete(folder, hashes=False)
     step = saved_step(folder, which, saved)
     require_model(record)
     label, model_dir = f"{folder.run_id}@{step}", str(record.model["folder"])
     version = checkpoints.load_manifest(folder.checkpoint(step)).version if step else None
     return Weights(label, model_dir, folder, version)
+
+
+def _only(folder: RunFolder, which: str) -> int:
+    """The step whose model a fine-tuning keeps."""
+    last = last_step(folder)
+    if which not in ("latest", "best", str(last)):
+        raise LookupError(
+            f"fine-tuning {folder.run_id!r} keeps the model of its last step: give {folder.run_id}@{last}"
+        )
+    return last

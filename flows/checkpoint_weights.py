@@ -1,10 +1,7 @@
 """A checkpoint as a folder that rollout engines load: made once, by its trainer, and kept in the run's workspace."""
 
 import asyncio
-import os
-import shutil
 import uuid
-from pathlib import Path
 
 from milepost.engines.protocols import WeightSource
 from milepost.flows.checkpoint import Weights
@@ -40,17 +37,7 @@ def _linked(folder: RunFolder, source: WeightSource) -> bool:
     current = current_weights(folder)
     if current is None or current.version != source.version or current.base is not None:
         return False
-    target = Path(source.uri)
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.copytree(current.uri, temporary, copy_function=os.link)
-        os.rename(temporary, target)
-    except (OSError, shutil.Error):  # removed meanwhile, or a file system without links
-        return target.exists()
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return True
+    return files.link_folder(current.uri, source.uri)
 
 
 async def _convert(folder: RunFolder, source: WeightSource) -> None:

@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 from milepost.flows.cli_data import data_app
 from milepost.flows.cli_deploy import deploy_app
 from milepost.flows.cli_evaluate import evaluate_app, resume_evaluation
+from milepost.flows.cli_grade import grade_app
 from milepost.flows.cli_options import AsJson, Overrides, Root, RunName, print_done, print_values
 from milepost.flows.cli_sft import sft_app
 from milepost.flows.cli_stored import stored_app
@@ -152,6 +153,7 @@ app.add_typer(evaluate_app)
 app.add_typer(sft_app)
 app.add_typer(watch_app)
 app.add_typer(stored_app)
+app.add_typer(grade_app)
 app.add_typer(data_app, name="data")
 
 

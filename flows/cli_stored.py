@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -208,22 +207,3 @@ def report(run: RunName, root: Root = None) -> None:
     from milepost.flows.report_delivery import report_now
 
     print(report_now(absolute_root(root or DEFAULT_ROOT), run))
-
-
-@stored_app.command()
-def grade(
-    reward: Annotated[str, typer.Argument(help="Reward: a built-in, an entry point, or pkg.mod:fn.")],
-    response: Annotated[str, typer.Option(help="Response to grade, or @file.")],
-    label: Annotated[str, typer.Option(help="Label, as JSON or plain text.")] = "null",
-    as_json: AsJson = False,
-) -> None:
-    """Grade one response, and print the verdict."""
-    from milepost.flows.recipe import json_or_text
-    from milepost.tasks.rewards import grade as grade_response
-
-    text = Path(response[1:]).read_text() if response.startswith("@") else response
-    verdict = asdict(grade_response(reward, text, json_or_text(label)))
-    if as_json:
-        print(json.dumps(verdict))
-    else:
-        print_values(verdict, "verdict")

@@ -56,13 +56,13 @@ def _values(run: str | None, root: str) -> dict[str, object]:
 def _view(run: str | None, root: str) -> tuple[RenderableType, bool]:
     """What to show, and whether it will change."""
     from milepost.flows.run_detail import run_detail
-    from milepost.flows.run_status import all_statuses
+    from milepost.flows.run_status import AT_WORK, all_statuses
     from milepost.flows.status_view import detail_view, status_table
     from milepost.storage import runs
 
     if run is not None:
         found = run_detail(runs.run_folder(root, run), root)
-        return detail_view(found), found.status.state == "running"
+        return detail_view(found), found.status.state in AT_WORK
     statuses = all_statuses(root)
     return status_table(statuses) if statuses else f"no run in {root} yet: `milepost train` starts one", True
 

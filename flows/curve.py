@@ -1,6 +1,7 @@
 """Curves people look at: drawn in the terminal, or as SVG for the report."""
 
 import io
+import itertools
 from dataclasses import dataclass
 
 import plotext
@@ -49,6 +50,23 @@ def terminal_curve(values: list[float], title: str, *, width: int = 72, height: 
     plotext.xlabel("step")
     count = len(values)
     plotext.xticks(sorted({round(index * (count - 1) / 5) for index in range(6)}))
+    drawn: str = plotext.build()
+    return plotext.uncolorize(drawn)
+
+
+def terminal_histogram(
+    counts: list[float], edges: list[float], title: str, *, width: int = 72, height: int = 12
+) -> str:
+    """How many values are between each two `edges`, as text without colour codes."""
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    plotext.bar([(low + high) / 2 for low, high in itertools.pairwise(edges)], counts, width=1, marker="sd")
+    plotext.title(title)
+    ticks = [edges[round(place * (len(edges) - 1) / 5)] for place in range(6)]
+    plotext.xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    heights = sorted({round(place * max(counts) / 4) for place in range(5)})
+    plotext.yticks(heights, [f"{tick:,}" for tick in heights])
     drawn: str = plotext.build()
     return plotext.uncolorize(drawn)
 

@@ -13,7 +13,7 @@ from prefect.concurrency.asyncio import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from milepost.engines.fleet import world_size
-from milepost.engines.gpu_placement import slots
+from milepost.engines.gpu_placement import has_spare, slots
 from milepost.flows.engine_checks import usable_gpus
 from milepost.flows.progress import say
 from milepost.flows.view import is_unreported
@@ -28,18 +28,24 @@ def machine_slots() -> int:
 
 
 def wanted_slots(parameters: Parameters, *, gpus: bool) -> int:
-    """The GPUs that a run uses at once, or its cores: trainer and engines work in turn. Fakes use one core."""
+    """The GPUs that a run uses at once, or its cores: trainer and engines work in turn, the spare engine all the time.
+
+    Fakes use one core.
+    """
     if gpus:
         return slots(parameters).count
     cores, engines = os.cpu_count() or 1, parameters.engines
     ranks = world_size(parameters) * (parameters.perf.train_threads or cores)
-    serving = engines.rollout_engines * (engines.rollout_threads or cores)
-    return max(1, ranks * (engines.train == "megatron"), serving * (engines.rollout == "embedded"))
+    serving = (engines.rollout_threads or cores) * (engines.rollout == "embedded")
+    in_turn = max(1, ranks * (engines.train == "megatron"), serving * engines.rollout_engines)
+    return in_turn + serving * has_spare(parameters)
 
 
 @contextlib.asynccontextmanager
-async def engine_slots(parameters: Parameters) -> AsyncIterator[None]:
-    """Hold the slots of a run; the run goes on without them when Prefect does not answer."""
+async def engine_slots(
+    parameters: Parameters, waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+) -> AsyncIterator[None]:
+    """Hold the slots of a run, `waiting` until they are free; it goes on without them when Prefect does not answer."""
     limit = await _limit(parameters.engines.pool)
     occupied = min(limit, wanted_slots(parameters, gpus=usable_gpus() > 0))
     if not occupied:
@@ -54,7 +60,8 @@ async def engine_slots(parameters: Parameters) -> AsyncIterator[None]:
                 lease_duration=LEASE_SECONDS,
                 raise_on_lease_renewal_failure=False,
             )
-            await turn.__aenter__()
+            with waiting:
+                await turn.__aenter__()
             held.push_async_callback(_give_back, turn)
         yield
 

@@ -19,6 +19,7 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table
+from milepost.storage.taught import require_other
 from milepost.storage.text import to_json
 
 Write = Callable[[pa.Table], None]
@@ -70,7 +71,7 @@ def frame(run: str, root: str = "runs", *, steps: str = "", kept: bool = False, 
 
 
 def _finished(folder: RunFolder, steps: str) -> range:
-    attempts.current(folder)
+    require_other(folder.run_id, attempts.current(folder))
     finished = manifest.finished_steps(folder)
     if not finished:
         raise LookupError(f"run {folder.run_id!r} has finished no step: there is nothing to export yet")

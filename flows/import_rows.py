@@ -8,9 +8,10 @@ import pyarrow as pa
 
 from milepost.engines.tokenizer import Tokenizer
 from milepost.storage import prompt_order
+from milepost.storage.data_sets import dataset_name
 from milepost.storage.foreign import Contents, ForeignSample, Group, bad, read_samples
 from milepost.storage.origin import Origin
-from milepost.storage.prompts import dataset_name, prompt_id
+from milepost.storage.prompt_rows import prompt_id
 from milepost.storage.schema import PROMPTS, ROLLOUTS, from_rows
 from milepost.storage.text import encodable, escape, to_json
 
@@ -77,7 +78,7 @@ def _prompt_tokens(reader: Reader, line: int, row: ForeignSample) -> list[int]:
     """The ids that a row gives, when its text is in them; else those of the tokenizer."""
     if row.prompt_token_ids is not None:
         if not _asks(reader, row.prompt_token_ids, row):
-            _mismatch(reader, line, "prompt_token_ids", str(row.messages[-2]["content"]))
+            _mismatch(reader, line, "prompt_token_ids", str(row.before[-1]["content"]))
         return row.prompt_token_ids
     try:
         ids = _own_prompt_tokens(reader, row)
@@ -97,7 +98,7 @@ def _own_prompt_tokens(reader: Reader, row: ForeignSample) -> list[int]:
 
 def _asks(reader: Reader, ids: list[int], row: ForeignSample) -> bool:
     """Whether ids have the text of the last message in them, or are what this tokenizer makes of the prompt."""
-    said = encodable(row.messages[-2]["content"])
+    said = encodable(row.before[-1]["content"])
     if not isinstance(said, str) or said.strip() in _decoded(reader, ids):
         return True
     try:
@@ -110,8 +111,9 @@ def _response_tokens(reader: Reader, line: int, row: ForeignSample) -> list[int]
     if row.response_token_ids is None:
         reader.origin.tokenized += 1
         return reader.tokenizer.encode_response(encodable(row.response), ended=row.finish_reason == "stop")
-    if not _says(reader, row.response_token_ids, encodable(row.response)):
-        _mismatch(reader, line, "response_token_ids", row.response)
+    begins = str(row.said[0]["content"])
+    if not _says(reader, row.response_token_ids, encodable(begins)):
+        _mismatch(reader, line, "response_token_ids", begins)
     return row.response_token_ids
 
 

@@ -31,7 +31,7 @@ from milepost.storage.redaction import masked_text
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import concat, with_columns, write_table
-from milepost.tasks.rewards import require_reward
+from milepost.tasks.grading import require_reward
 
 GROUPS_PER_STEP = 32
 
@@ -129,7 +129,7 @@ async def _write_steps(
     scoring, served, cursor = None, [], Cursor()
     with fs.open(path, "rb") as opened, LocalGraders() if wanted.reward else nullcontext() as graders:
         if wanted.reward and graders:
-            await require_reward(graders, wanted.reward.name, wanted.reward.options)
+            await require_reward(graders, wanted.reward)
             scoring = Scoring(wanted.reward, graders)
         reader = Reader(
             contents=contents,

@@ -12,15 +12,14 @@ from milepost.storage.accounting import accounting
 from milepost.storage.foreign import Group
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.manifest import StepManifest
-from milepost.storage.parameters import RewardSection
+from milepost.storage.parameters import FilterSection, RewardSection
 from milepost.storage.prompt_order import Cursor, take
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import PROMPTS, ROLLOUTS
 from milepost.storage.tables import TableRef, with_columns
 from milepost.tasks.filters import filter_table
-from milepost.tasks.grading import verdicts_of, with_verdicts
-from milepost.tasks.rewards import Graders
-from milepost.tasks.steps import rollout_metrics
+from milepost.tasks.grading import Graders, verdicts_of, with_verdicts
+from milepost.tasks.rollout_metrics import rollout_metrics
 
 _SCORED = ("reward", "rewards", "verdict")
 _FILTERED = ("kept", "drop_reason")
@@ -54,7 +53,7 @@ async def write_step(
         verdicts = await verdicts_of(samples, scoring.reward, pool=scoring.graders)
         samples = with_verdicts(samples, verdicts)
     scored = _without(samples, *_FILTERED)
-    filtered = filter_table(scored, "none") if samples["kept"].null_count else samples
+    filtered = filter_table(scored, FilterSection()) if samples["kept"].null_count else samples
     _, after = take(len(groups), cursor, size=target.groups, seed=0, shuffle=False)
     store = StepStore(target.folder.step(step), run, step)
     origin = {"origin": reader.contents.digest}

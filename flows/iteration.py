@@ -1,6 +1,7 @@
 """One step: the six tasks of the DAG, with shards that pass through generate, score and filter on their own."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from prefect import flow
@@ -8,22 +9,25 @@ from prefect import flow
 from milepost.engines.gpu_placement import shares_gpus
 from milepost.engines.protocols import WeightVersion
 from milepost.flows.outcome import recorded
-from milepost.flows.step_context import Position, StepContext, open_step
+from milepost.flows.step_context import Position, StepContext, Unshown, open_step
 from milepost.storage.accounting import accounting
 from milepost.storage.manifest import StepManifest
-from milepost.storage.parameters import Parameters
 from milepost.storage.parent import beside, parent_run
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.retention import retain
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.colocate import Turns
+from milepost.tasks.conversation_metrics import conversation_metrics
+from milepost.tasks.early_stop import EarlyStop
 from milepost.tasks.filter import Filtered, filter_rollouts, is_trained
 from milepost.tasks.generate import Shard, generate_rollouts
 from milepost.tasks.optimize import Optimized, TooFewGroups, optimize_policy, trained_groups
-from milepost.tasks.sample import sample_prompts
+from milepost.tasks.rollout_metrics import dropped_groups, rollout_metrics
+from milepost.tasks.sample import Sampled, sample_prompts
 from milepost.tasks.score import score_rollouts
-from milepost.tasks.steps import StepOutcome, close_step, rollout_metrics, served_groups, stage_seconds, update_metrics
+from milepost.tasks.score_ahead import ScoreAhead
+from milepost.tasks.steps import StepOutcome, close_step, reused_tokens, served_groups, stage_seconds, update_metrics
 from milepost.tasks.sync import Synced, sync_section, sync_weights
 from milepost.tasks.take import take_stages
 
@@ -37,31 +41,57 @@ class Collected:
     train: bool
 
 
-async def shard_pipeline(prompts: TableRef, shard: Shard, context: StepContext) -> Filtered:
-    """One shard from prompts to kept samples; a slow shard delays no other."""
+async def shard_pipeline(sampled: Sampled, shard: Shard, context: StepContext, early: EarlyStop | None) -> Filtered:
+    """One shard from prompts to kept samples; a slow shard delays no other, but those of a round may end together.
+
+    Its groups are scored as they are finished; where a round may end early, whoever judges that does it.
+    """
+    ahead = context.score_ahead() if early is None else None
+    async with ahead or nullcontext():
+        return await _shard_stages(sampled, shard, context, early, ahead)
+
+
+async def _shard_stages(
+    sampled: Sampled, shard: Shard, context: StepContext, early: EarlyStop | None, ahead: ScoreAhead | None
+) -> Filtered:
     parameters, store = context.parameters, context.store
     generated = await context.deadlines.run(
         generate_rollouts,
-        prompts,
+        sampled.prompts,
         shard,
         context.sampling,
         parameters.rollout,
         weight_version=str(context.version),
         router_url=context.fleet.router_url,
         store=store,
+        carried=sampled.carried,
+        early=early,
+        ahead=ahead,
     )
     scored = await context.deadlines.run(
-        score_rollouts, generated, shard, parameters.reward, run=context.folder.run_id, store=store
+        score_rollouts,
+        generated,
+        shard,
+        parameters.reward,
+        run=context.folder.run_id,
+        store=store,
+        known=early.verdicts if early else {},
+        ahead=ahead,
     )
     filtered: Filtered = await context.deadlines.run(filter_rollouts, scored, shard, parameters.filter, store=store)
+    if early is not None:
+        early.found(shard.index, filtered.kept_groups)
     return filtered
 
 
-async def run_round(prompts: TableRef, round_: int, context: StepContext) -> list[Filtered]:
-    count = context.shards(prompts, round_)
+async def run_round(sampled: Sampled, round_: int, context: StepContext, *, missing: int) -> list[Filtered]:
+    """All shards of a round; an over-sampled one ends once the `missing` groups are kept."""
+    count = context.shards(sampled.prompts, round_)
+    early = context.early_stop(missing)
     async with asyncio.TaskGroup() as group:
         running = [
-            group.create_task(shard_pipeline(prompts, Shard(index, count, round_), context)) for index in range(count)
+            group.create_task(shard_pipeline(sampled, Shard(index, count, round_), context, early))
+            for index in range(count)
         ]
     return [done.result() for done in running]
 
@@ -73,10 +103,16 @@ async def collect(cursor: Cursor, context: StepContext) -> Collected:
     kept = 0
     for round_ in range(context.rounds):
         sampled = await context.deadlines.run(
-            sample_prompts, context.order, cursor, wanted, round_=round_, store=context.store
+            sample_prompts,
+            context.order,
+            cursor,
+            context.round_size,
+            round_=round_,
+            store=context.store,
+            goes_on=context.goes_on and round_ == 0,
         )
         cursor = sampled.cursor
-        filtered = await run_round(sampled.prompts, round_, context)
+        filtered = await run_round(sampled, round_, context, missing=wanted - kept)
         shards += [part.rollouts for part in filtered]
         kept += sum(part.kept_groups for part in filtered)
         if kept >= wanted and not context.taken:
@@ -160,7 +196,11 @@ async def improve(collected: Collected, context: StepContext) -> Improved:
 def close(context: StepContext, collected: Collected, improved: Improved | None) -> StepManifest:
     """Close the step. Where nothing is trained, the weights stay what they were."""
     table = concat([read_table(ref) for ref in collected.shards], ROLLOUTS)
-    metrics = rollout_metrics(table) | stage_seconds(context.store) | (improved.metrics if improved else {})
+    trained = trained_groups(improved.optimized.batches) if improved else None
+    counts = accounting(served_groups(context.store), table, trained)
+    metrics = rollout_metrics(table, trained=trained, reused_tokens=reused_tokens(context.store))
+    metrics |= conversation_metrics(table) if context.parameters.rollout.tools else {}
+    metrics |= dropped_groups(counts) | stage_seconds(context.store) | (improved.metrics if improved else {})
     return close_step(
         context.store,
         context.folder,
@@ -172,17 +212,16 @@ def close(context: StepContext, collected: Collected, improved: Improved | None)
             context.record.attempt,
             context.record.parameters_digest,
         ),
-        counts=accounting(
-            served_groups(context.store), table, trained_groups(improved.optimized.batches) if improved else None
-        ),
+        counts=counts,
         metrics=metrics,
     )
 
 
 @flow(name="iteration", flow_run_name="step-{step}", validate_parameters=False)
 @recorded
-async def iteration(root: str, run: str, step: int, start: Position, parameters: Parameters | None = None) -> Position:
-    """Step `step` of `run`, whose engines are running and hold `start.version`; see `open_step` for `parameters`."""
+async def iteration(root: str, run: str, step: int, start: Position, given: Unshown | None = None) -> Position:
+    """Step `step` of `run`, whose engines are running and hold `start.version`; see `open_step` for what is given."""
+    parameters = given.parameters if given else None
     context = await take(open_step(root, run, step, start.version, start.fence, parameters))
     collected = await collect(start.cursor, context)
     improved = await improve(collected, context) if context.course.trains else None

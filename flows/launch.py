@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from prefect.exceptions import TerminationSignal
 
 from milepost.flows.failure import RunFailed, first_cause, sentence
-from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import watched
 from milepost.flows.parents import going_on
 from milepost.flows.plan import make_plan
 from milepost.flows.progress import say
+from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import Request, parameters_of, with_overrides
 from milepost.flows.results import evaluations, finished
 from milepost.flows.run_status import resume_command
@@ -87,12 +87,13 @@ def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, 
 
 
 @contextmanager
-def serving() -> Iterator[None]:
-    """What flows need: Prefect and Ray, those that run or ones of this process's own, started side by side."""
+def serving(*, ray: bool = True) -> Iterator[None]:
+    """What flows need: Prefect and `ray`, those that run or ones of this process's own, started side by side."""
     with orderly_end(), ExitStack() as joined:
 
         def join_ray() -> None:
-            joined.enter_context(joined_ray())
+            if ray:
+                joined.enter_context(joined_ray())
 
         with prefect_api(say=say, console_level="CRITICAL", meanwhile=join_ray):
             yield

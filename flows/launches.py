@@ -1,6 +1,7 @@
 """What starts each service: its command, its environment, and how one sees that it is ready."""
 
 import contextlib
+import json
 import os
 import secrets
 import sys
@@ -17,6 +18,11 @@ from milepost.storage.lineage import artifact_location, sqlite_uri
 HOST = "127.0.0.1"
 PREFECT_PORT = 4200
 MLFLOW_PORT = 5000
+
+# Three events a task run are two thirds of what a step adds to the database, and say what its states say: they are kept
+# for the triggers and pages that look at them at once, and all others for Prefect's own seven days.
+TASK_EVENT_SECONDS = 300
+TASK_EVENTS = tuple(f"prefect.task-run.{state}" for state in ("Pending", "Running", "Completed"))
 
 _SMALL_MACHINE_BYTES = 64 * 1024**3
 _SMALL_OBJECT_STORE = 256 * 1024**2
@@ -58,6 +64,10 @@ def _prefect(name: str, port: int, options: list[str]) -> Launch:
         # In memory, as by default, the slots of a run that is killed while the server starts again are lost for good.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base},http://localhost:{port}",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": str(TASK_EVENT_SECONDS),
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_EVENT_RETENTION_OVERRIDES": json.dumps(
+            dict.fromkeys(TASK_EVENTS, TASK_EVENT_SECONDS)
+        ),
         "DO_NOT_TRACK": "1",
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), *options]

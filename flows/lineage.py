@@ -9,10 +9,11 @@ from rich.tree import Tree
 
 from milepost.flows.best import saved_step
 from milepost.storage import checkpoints, runs
-from milepost.storage.ancestry import Ancestry, ancestry
+from milepost.storage.ancestry import Ancestry, PromptLink, ancestry
 from milepost.storage.begun import Origin
 from milepost.storage.origin import origin_of
 from milepost.storage.parent import course_of
+from milepost.storage.taught import TAUGHT, last_step, taught
 from milepost.storage.touches import Touch, touches
 
 _CHECKPOINT = re.compile(r"checkpoint:(?P<run>.+)@(?P<version>\d+|best|latest)")
@@ -38,6 +39,8 @@ def answer(what: str, root: str) -> Ancestry | Touched:
                 f"run {folder.run_id!r} trains nothing and has no checkpoint: ask for prompt:ID or sample:ID"
             )
         which = match["version"]
+        if taught(record) and not which.isdigit():
+            which = str(last_step(folder))
         saved = [] if which.isdigit() else checkpoints.complete(folder, hashes=False)
         return ancestry(folder, int(which) if which.isdigit() else saved_step(folder, which, saved))
     kind, colon, name = what.partition(":")
@@ -68,9 +71,10 @@ def _ancestry(found: Ancestry) -> Tree:
             continue
         graders = ", ".join(step.graders) or "none"
         steps.add(f"step {step.step}: manifest {step.manifest[:12]}, attempt {step.attempt}, graders {graders}")
-    prompts = tree.add(f"{len(found.prompts)} prompts of {', '.join(sorted({item.dataset for item in found.prompts}))}")
-    for prompt in ends(found.prompts):
-        prompts.add("..." if prompt is None else f"{prompt.prompt_id}: row {prompt.row}, steps {_listed(prompt.steps)}")
+    if learns := found.data.get(TAUGHT):
+        tree.add(f"learnt {learns['rows'] - learns['too_long']} rows of {learns['file']} ({learns['digest'][:12]})")
+    else:
+        _prompts(tree, found.prompts)
     for attempt in found.attempts:
         changed = f", changed {', '.join(attempt.changes)}" if attempt.changes else ""
         code = f"commit {attempt.commit[:12] or 'unknown'}{' with a diff' if attempt.diff_digest else ''}"
@@ -87,6 +91,12 @@ def _ancestry(found: Ancestry) -> Tree:
     else:
         tree.add(_origin(found.parent))
     return tree
+
+
+def _prompts(tree: Tree, served: list[PromptLink]) -> None:
+    prompts = tree.add(f"{len(served)} prompts of {', '.join(sorted({item.dataset for item in served}))}")
+    for prompt in ends(served):
+        prompts.add("..." if prompt is None else f"{prompt.prompt_id}: row {prompt.row}, steps {_listed(prompt.steps)}")
 
 
 def _origin(found: Origin) -> str:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from milepost.flows.lineage import Touched, ends
 from milepost.storage.ancestry import Ancestry, StepLink
 from milepost.storage.begun import Origin
+from milepost.storage.taught import TAUGHT
 from milepost.storage.touches import Touch
 
 ROUND, BOX, STORE, HEXAGON = ("([", "])"), ("[", "]"), ("[(", ")]"), ("{{", "}}")
@@ -65,7 +67,8 @@ def _ancestry(chart: Chart, found: Ancestry) -> str:
     sets = ", ".join(sorted({prompt.dataset for prompt in found.prompts}))
     graders = sorted({grader for step in found.steps for grader in step.graders})
     chart.box(f"run {found.run}")
-    given = [chart.node(STORE, f"{len(found.prompts)} prompts", sets)]
+    learns = found.data.get(TAUGHT)
+    given = [chart.node(STORE, *(_learnt(learns) if learns else (f"{len(found.prompts)} prompts", sets)))]
     given += [chart.node(HEXAGON, "rewards", *graders)] if graders else []
     given += [source] if source else []
     for part_texts in ends(list(_parts(found))):
@@ -79,6 +82,10 @@ def _ancestry(chart: Chart, found: Ancestry) -> str:
     chart.edge(before, checkpoint)
     chart.end()
     return checkpoint
+
+
+def _learnt(rows: dict[str, Any]) -> tuple[str, str]:
+    return f"{rows['rows'] - rows['too_long']} rows learnt", _last_part(rows["file"])
 
 
 def _behind(chart: Chart, found: Ancestry | Origin) -> str:

@@ -1,18 +1,18 @@
 """The loop over steps, on engines that are started again when one of them dies."""
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from prefect.runtime import flow_run
 
-from milepost.engines.fleet import Fleet, fleet, is_joined, joined_cluster
+from milepost.engines.fleet import Fleet, fleet
 from milepost.engines.gpu_placement import shares_gpus
-from milepost.engines.protocols import WeightVersion
+from milepost.flows.asked import answer
 from milepost.flows.deadline import stacks_kept
+from milepost.flows.held_out import eval_due, held_out, hold_missed
 from milepost.flows.progress import Advance, progress_bar, say, step_text
+from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.report_delivery import report_at_end
-from milepost.flows.results import evaluation_folder
 from milepost.flows.run_logs import logged
 from milepost.flows.run_page import shown
 from milepost.flows.services import running
@@ -23,12 +23,8 @@ from milepost.flows.tracker import Tracker, open_tracker, tracking_uri
 from milepost.flows.view import View
 from milepost.flows.watching import Watch, stop
 from milepost.storage import manifest
-from milepost.storage.eval_sets import eval_sets
-from milepost.storage.journal import StepStore
 from milepost.storage.parent import course_of
 from milepost.tasks.colocate import Turns
-from milepost.tasks.eval_scores import SetScore
-from milepost.tasks.evaluate import evaluate_set, set_plan
 from milepost.tasks.recover import begin_as_parent, check_version, recover_trainer, standing
 from milepost.tasks.sync import push_weights, sync_section
 
@@ -55,54 +51,36 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     return stands.step, Position(stands.cursor, pushed.version, launched.fence)
 
 
-async def evaluate(launched: Launched, version: WeightVersion, router_url: str, watch: Watch) -> list[SetScore]:
-    """The scores of `version` on every held-out set; none when the run has nothing to evaluate on."""
-    if launched.eval_prompts is None:
-        return []
-    uri = evaluation_folder(launched.folder, version.step)
-    store = StepStore(uri, launched.folder.run_id, version.step, launched.fence)
-    plans = [set_plan(at, item, launched.parameters) for at, item in enumerate(eval_sets(launched.parameters.eval))]
-    prompts = launched.eval_prompts
-    scores = [
-        await evaluate_set(
-            prompts, plan, weight_version=str(version), router_url=router_url, store=store, wait_for=[version]
-        )
-        for plan in plans
-    ]
-    watch.tracker.evaluated(version, scores)
-    watch.evaluated(version, scores)
-    return scores
-
-
-def eval_due(step: int, steps: int, every: int) -> bool:
-    """Whether the weights after `step` steps are evaluated: before the first, every `every`, and after the last."""
-    return every > 0 and (step in (0, steps) or step % every == 0)
-
-
 async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advance: Advance, restarts: Restarts) -> None:
     """Every step from where the run stands, with evaluation where it is due."""
+    missed = hold_missed(launched, engines)
     begin, position = await recover(launched, engines)
     steps, every = launched.record.steps, launched.parameters.eval.every_steps
     view, watch = View(), Watch(launched, tracker)
-    for step in range(begin, steps):
-        if eval_due(step, steps, every):
-            view.keep(await evaluate(launched, position.version, engines.router_url, watch))
-        if why := watch.broken():
-            if eval_due(step, step, every):
-                await evaluate(launched, position.version, engines.router_url, watch)
-            await stop(watch, engines, position.version, step, why)
-            return
-        begun = time.monotonic()
-        # As given, not resolved: what Prefect shows of a step has masks and references.
-        position = await view.step(launched.root, launched.folder.run_id, step, position, launched.record.parameters)
-        view.keep(position)
-        closed = manifest.load(launched.folder, step)
-        restarts.refill()
-        tracker.step(closed)
-        watch.closed(closed)
-        advance(step_text(closed.metrics, time.monotonic() - begun))
-    if eval_due(steps, steps, every):
-        await evaluate(launched, position.version, engines.router_url, watch)
+    async with held_out(launched, engines, watch, view) as evaluations:
+        await evaluations.make_up(missed)
+        for step in range(begin, steps):
+            await evaluations.look()
+            if eval_due(step, steps, every):
+                await evaluations.begin(position.version)
+            await answer(launched, engines, position.version, view)
+            if why := watch.broken():
+                await evaluations.end(position.version, due=every > 0)
+                await stop(watch, engines, position.version, step, why)
+                return
+            begun = time.monotonic()
+            # As given, not resolved: the step does that itself, and what is shown of it has no secrets.
+            position = await view.step(
+                launched.root, launched.folder.run_id, step, position, launched.record.parameters
+            )
+            view.keep(position)
+            closed = manifest.load(launched.folder, step)
+            restarts.refill()
+            tracker.step(closed)
+            watch.closed(closed)
+            advance(step_text(closed.metrics, time.monotonic() - begun))
+        await evaluations.end(position.version, due=every > 0)
+        await answer(launched, engines, position.version, view)
     watch.broken()  # for its alerts: the last step is followed by none
 
 
@@ -118,16 +96,6 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
                 await supervised(steps, launched, engines, restarts)
 
     await on_new_engines(attempt, restarts)
-
-
-@contextmanager
-def joined_ray() -> Iterator[None]:
-    """In the Ray cluster of `up`, or one of this run's own."""
-    address = running().ray_address
-    if address is None and not is_joined():
-        say("no Ray head runs, so this run starts its own")
-    with joined_cluster(address):
-        yield
 
 
 async def run_training(launched: Launched) -> None:

@@ -49,7 +49,7 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
                 outcome.result = result = await body(*args, **kwargs)
             except BaseException as error:  # a cancellation is an outcome too
                 came = TerminationSignal(signal.SIGTERM) if sigterm.came else None
-                outcome.error = _signal_in(error) or came or error
+                outcome.error = signal_in(error) or came or error
                 if outcome.error is error:
                     raise
                 raise outcome.error from None
@@ -59,7 +59,7 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
     return record
 
 
-def _signal_in(error: BaseException) -> BaseException | None:
+def signal_in(error: BaseException) -> BaseException | None:
     """What Prefect asks a flow to end by, which it knows only as itself.
 
     Work side by side raises it in a group, and where it came while an error was handled it is that error's context.

@@ -10,6 +10,7 @@ from milepost.storage import attempts, manifest, purges, runs, tables
 from milepost.storage.journal import Slot
 from milepost.storage.parameters import Parameters
 from milepost.storage.parent import ParentRun, course_of, parent_run
+from milepost.storage.prompt_mixture import shares_of
 from milepost.storage.prompts import PromptSet, stored_prompts
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.stages import Course, Stage
@@ -18,13 +19,16 @@ from milepost.tasks.take import stored_stages
 
 # What decided how a stage came out: a run that takes its tables has these sections, or fields of them, from there.
 DECIDES: dict[Stage, tuple[str, ...]] = {
-    "sample": ("data.rollout_batch_size",),
+    "sample": ("data.rollout_batch_size", "rollout.tools", "rollout.tool_format"),
     "generate": ("data.n_samples_per_prompt", "rollout"),
     "score": ("reward",),
     "filter": ("filter",),
 }
 # Of those, how fast or how patiently it was done: nobody misses another value.
-SPEED = ("rollout.shards", "rollout.concurrency", "rollout.timeout_seconds", "reward.workers", "reward.timeout_seconds")
+SPEED = (
+    *("rollout.shards", "rollout.concurrency", "rollout.timeout_seconds", "rollout.tool_workers"),
+    *("reward.workers", "reward.timeout_seconds"),
+)
 
 
 def decided(stages: tuple[Stage, ...]) -> Iterator[tuple[str, str]]:
@@ -78,7 +82,7 @@ class Source:
     def prompts(self) -> PromptSet:
         data = self.record.data
         table = read_table(TableRef(**data["prompts"]))
-        return stored_prompts(table, too_long=data["too_long"], bad_lines=data["bad_lines"])
+        return stored_prompts(table, too_long=data["too_long"], bad_lines=data["bad_lines"], shares=shares_of(data))
 
 
 def stored_rollouts(parameters: Parameters) -> ParentRun | None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,26 @@ from milepost.engines.loss_params import check_loss
 from milepost.engines.model_layout import check_layout
 from milepost.engines.model_source import resolve_model
 from milepost.engines.sglang_flags import check_sglang
-from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.engine_checks import check_engines, check_gpus, has_gpus
 from milepost.flows.parents import adopted, check_source, open_source, stored_rollouts
+from milepost.flows.prompt_tokenizer import prompt_tokenizer
 from milepost.flows.service_state import state_folder
 from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.storage.carried import round_size
 from milepost.storage.eval_sets import as_set, eval_sets
-from milepost.storage.parameters import EvalSet, Parameters
+from milepost.storage.parameters import DataSection, DataSet, EvalSet, Parameters, RewardSection
 from milepost.storage.parent import ParentRun, course
 from milepost.storage.prompts import PromptSet, load_prompts
 from milepost.storage.redaction import masked_text
 from milepost.storage.runs import run_folder
 from milepost.storage.stages import Course
 from milepost.tasks.advantages import get_advantage
-from milepost.tasks.filters import get_filter
+from milepost.tasks.filters import get_filter, get_sample_filter
+from milepost.tasks.labels import LabelCheck
+from milepost.tasks.prompt_reward import chosen, of_eval_set
 from milepost.tasks.rewards import check_reward
 from milepost.tasks.rollouts import get_rollout
+from milepost.tasks.tools import check_tools
 from milepost.tasks.watched import check_watched
 
 PARAMETER_BYTES = 500_000  # a Prefect server refuses a flow run whose parameters take more than 512 KiB
@@ -68,16 +73,31 @@ def check_names(parameters: Parameters, course: Course) -> None:
     """LookupError or ValueError for a rollout function, reward, filter, advantage or loss that cannot be used."""
     if course.makes("generate"):
         get_rollout(parameters.rollout.function)
+        check_tools(parameters.rollout)
     if course.makes("score"):
-        check_reward(parameters.reward.name, parameters.reward.options)
+        for part in chosen(parameters.reward).parts:
+            check_reward(part.name, part.options)
+        for data in parameters.data.sets:
+            _check_own_reward(data, parameters.reward)
     for item in eval_sets(parameters.eval):
         if item.reward:
             check_reward(item.reward, item.reward_options)
     if course.makes("filter"):
-        get_filter(parameters.filter.group)
+        get_filter(parameters.filter.group, parameters.filter.options)
+        get_sample_filter(parameters.filter.sample)
     if course.trains:
         get_advantage(parameters.algorithm.advantage)
         check_loss(parameters.algorithm.loss)
+
+
+def _check_own_reward(data: DataSet, reward: RewardSection) -> None:
+    """That of one of several prompt sets."""
+    if data.reward and not reward.by_prompt:
+        raise ValueError(
+            f"data.sets has {data.path!r} with reward {data.reward!r}, and reward.by_prompt is off: set it to true"
+        )
+    if data.reward:
+        check_reward(data.reward, {})
 
 
 def check_lengths(parameters: Parameters) -> None:
@@ -85,6 +105,22 @@ def check_lengths(parameters: Parameters) -> None:
         raise ValueError(
             f"rollout.max_new_tokens {parameters.rollout.max_new_tokens} leaves no room for a prompt in "
             f"model.context_length {parameters.model.context_length}: lower one or raise the other"
+        )
+
+
+def check_collection(parameters: Parameters, batch: BatchPlan) -> None:
+    """ValueError for rounds of fewer prompts than a step trains on, and for samples that cannot be gone on with."""
+    function = parameters.rollout.function
+    if parameters.rollout.partial and function != "single_turn":
+        raise ValueError(
+            f"rollout.partial goes on with one completion, and rollout.function is {function!r}: "
+            "set rollout.partial=false or rollout.function=single_turn"
+        )
+    size = round_size(parameters, batch.rollout_batch_size)
+    if size < batch.rollout_batch_size:
+        raise ValueError(
+            f"rollout.over_sampling_batch_size {size} is less than data.rollout_batch_size "
+            f"{batch.rollout_batch_size}: give more, or leave it out"
         )
 
 
@@ -123,6 +159,7 @@ def make_plan(
     given, parameters = parameters, parameters.resolved(going_on=source is not None)
     check_size(parameters)
     batch = batch_plan(parameters)
+    check_collection(parameters, batch)
     check_names(parameters, stages)
     if stages.makes("generate") or parameters.eval.every_steps:
         check_lengths(parameters)
@@ -131,7 +168,8 @@ def make_plan(
     if parameters.engines.rollout == "sglang":
         check_sglang(parameters)
     model_path = _require(parameters.model.path, "model.path", "FOLDER")
-    data_path = "" if source else _require(parameters.data.path, "data.path", "prompts.jsonl")
+    if not source and not parameters.data.sets:
+        _require(parameters.data.path, "data.path", "prompts.jsonl")
     model_dir = source.model_folder(model_path) if source else ""
     model_dir = model_dir or model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
@@ -142,7 +180,8 @@ def make_plan(
         check_source(source, parameters, model_dir)
         prompts = source.prompts
     else:
-        prompts = _load(parameters, data_path, model_dir, quarantine=quarantine_uri)
+        reward = parameters.reward if stages.makes("score") else None
+        prompts = _load(parameters.data, parameters, model_dir, reward=reward, quarantine=quarantine_uri)
     return RunPlan(
         run=run,
         root=root,
@@ -167,12 +206,20 @@ def check_context(config: dict[str, Any], parameters: Parameters) -> None:
         )
 
 
-def _load(parameters: Parameters, path: str, model_dir: str, *, quarantine: str | None) -> PromptSet:
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=parameters.model.trust_remote_code)
-    data = parameters.data.model_copy(update={"path": path})
+def _load(
+    data: DataSection,
+    parameters: Parameters,
+    model_dir: str,
+    *,
+    reward: RewardSection | None,
+    quarantine: str | None = None,
+) -> PromptSet:
+    """The prompts of `data`, with labels that `reward` can grade."""
+    tokenizer = prompt_tokenizer(parameters, model_dir)
     room = parameters.model.context_length
     try:
-        return load_prompts(data, tokenizer, context_length=room, quarantine_uri=quarantine)
+        with LabelCheck(reward) if reward else nullcontext() as check:
+            return load_prompts(data, tokenizer, context_length=room, quarantine_uri=quarantine, check_labels=check)
     except ValueError as error:  # it names the path, and Prefect stores what a flow raised
         raise ValueError(masked_text(str(error))) from None
 
@@ -185,19 +232,36 @@ def load_eval_prompts(parameters: Parameters, model_dir: str) -> pa.Table | None
 
 def load_sets(sets: Sequence[EvalSet], parameters: Parameters, model_dir: str) -> pa.Table:
     """The prompts of some sets in one table."""
-    found = [_load(parameters, item.path, model_dir, quarantine=None).table for item in sets]
+    found = [
+        _load(_eval_data(item, parameters), parameters, model_dir, reward=of_eval_set(item, parameters.reward)).table
+        for item in sets
+    ]
     return pa.concat_tables([as_set(table, item.name) for table, item in zip(found, sets, strict=True)])
+
+
+def _eval_data(item: EvalSet, parameters: Parameters) -> DataSection:
+    """Held-out prompts are read like those that are trained on, and all of them that fit the context are asked."""
+    return parameters.data.model_copy(update={"path": item.path, "sets": [], "max_prompt_tokens": None})
+
+
+def _longest(parameters: Parameters) -> str:
+    """The parameter that limits prompts."""
+    most = parameters.data.max_prompt_tokens
+    if most is not None and most < parameters.model.context_length:
+        return f"data.max_prompt_tokens {most}"
+    return f"model.context_length {parameters.model.context_length}"
 
 
 def notices(plan: RunPlan) -> list[str]:
     """What is not as one might expect, in sentences: prompts that are left out, GPUs that are not there."""
     prompts, found = plan.prompts, []
-    if plan.parent and plan.parameters.data.path:
-        found.append(f"data.path is not read: the prompts are those that run {plan.parent.run!r} has stored")
+    if plan.parent and (plan.parameters.data.path or plan.parameters.data.sets):
+        given = "data.path" if plan.parameters.data.path else "data.sets"
+        found.append(f"{given} is not read: the prompts are those that run {plan.parent.run!r} has stored")
     if prompts.too_long:
         found.append(
-            f"{prompts.too_long} prompts ({prompts.too_long_share:.1%}) do not fit model.context_length "
-            f"{plan.parameters.model.context_length} and are set aside"
+            f"{prompts.too_long} prompts ({prompts.too_long_share:.1%}) do not fit {_longest(plan.parameters)} and are "
+            "set aside"
         )
     if prompts.bad_lines:
         found.append(f"{prompts.bad_lines} malformed lines are quarantined")

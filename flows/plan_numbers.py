@@ -1,9 +1,14 @@
 """Every number that follows from the parameters of a run, by name, in the order people read them."""
 
+import pyarrow.compute as pc
+
 from milepost.engines.memory_plan import BYTES, engine_weights, trainer_memory
 from milepost.engines.model_layout import parameter_count
 from milepost.flows.plan import RunPlan
+from milepost.storage.carried import round_size
 from milepost.storage.parameters import Parameters
+from milepost.storage.prompt_mixture import counts
+from milepost.storage.prompts import PromptSet
 from milepost.storage.redaction import masked_text
 
 GIB = 1024**3
@@ -37,19 +42,41 @@ def _parent(plan: RunPlan) -> Numbers:
 
 def _prompts(plan: RunPlan) -> Numbers:
     prompts = plan.prompts
-    lengths = [len(prompt) for prompt in prompts.table["prompt_token_ids"].to_pylist()]
     return {
-        "prompts": len(lengths),
+        "prompts": len(prompts),
+        **_shares(prompts),
         "prompts set aside (too long)": prompts.too_long,
         "share set aside": round(prompts.too_long_share, 4),
         "prompts quarantined": prompts.bad_lines,
         "prompts repeated": prompts.duplicates,
-        "longest prompt (tokens)": max(lengths),
+        "longest prompt (tokens)": pc.max(pc.list_value_length(prompts.table["prompt_token_ids"])).as_py(),
+    }
+
+
+def _shares(prompts: PromptSet) -> Numbers:
+    weights = sum(share.weight for share in prompts.shares)
+    return {
+        f"prompts of {share.name}": f"{share.rows}, {share.weight / weights:.1%} of every step"
+        for share in prompts.shares
+    }
+
+
+def _epochs(plan: RunPlan) -> Numbers:
+    """How often every prompt is served; in a mixture those of each set."""
+    served = plan.steps * plan.batch.rollout_batch_size
+    shares = plan.prompts.shares
+    if not shares:
+        return {"epochs": round(served / len(plan.prompts), 3)}
+    return {
+        f"epochs of {share.name}": round(count / share.rows, 3)
+        for share, count in zip(shares, counts(served, shares), strict=True)
     }
 
 
 def _sizes(plan: RunPlan) -> Numbers:
     batch, parameters = plan.batch, plan.parameters
+    prompts = round_size(parameters, batch.rollout_batch_size) * parameters.filter.max_rounds
+    asked = prompts * batch.n_samples_per_prompt
     knobs: Numbers = {
         "rollout_batch_size": batch.rollout_batch_size,
         "n_samples_per_prompt": batch.n_samples_per_prompt,
@@ -61,8 +88,8 @@ def _sizes(plan: RunPlan) -> Numbers:
         }
     return knobs | {
         "samples a step": batch.samples_per_step,
-        "response tokens a step (at most)": batch.samples_per_step * parameters.rollout.max_new_tokens,
-        "epochs": round(plan.steps * batch.rollout_batch_size / len(plan.prompts), 3),
+        "response tokens a step (at most)": asked * parameters.rollout.max_new_tokens,
+        **_epochs(plan),
         "shards a step": min(parameters.rollout.shards, batch.rollout_batch_size),
     }
 

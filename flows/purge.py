@@ -122,7 +122,9 @@ def _sources(folder: RunFolder) -> list[str]:
     """The files that the prompts were read from: those of an evaluation are those of its sets."""
     parameters = attempts.current(folder).parameters.model_dump(mode="json")
     held_out = [parameters["eval"]["path"], *(item["path"] for item in parameters["eval"]["sets"])]
-    given = held_out if is_evaluation(folder) else [parameters["data"]["path"], *held_out]
+    data = parameters["data"]
+    trained = [data["path"], *(item["path"] for item in data["sets"])]
+    given = held_out if is_evaluation(folder) else [*trained, *held_out]
     return [path for path in dict.fromkeys(given) if path]
 
 

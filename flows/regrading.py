@@ -21,9 +21,9 @@ from milepost.storage.parameters import RewardSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
+from milepost.storage.taught import require_other
 from milepost.storage.tombstones import purged_rows
-from milepost.tasks.grading import verdicts_of
-from milepost.tasks.rewards import Graders, require_reward
+from milepost.tasks.grading import Graders, require_reward, verdicts_of
 from milepost.tasks.verdict import Verdict
 
 THRESHOLD = 0.5
@@ -151,11 +151,15 @@ async def regrade_run(
     """`regrade_steps` on finished steps of a run, with graders of this process's own; the run's own reward if None."""
     folder = runs.run_folder(root, run)
     record = attempts.current(folder)
+    require_other(run, record)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
     wanted = reward or record.parameters.reward
     require_own_reward(run, wanted.name, "say by what to score them now, with --reward")
-    with LocalGraders(workers=workers) as graders, progress_bar(f"regrade {run}", len(chosen)) as advance:
-        await require_reward(graders, wanted.name, wanted.options)
+    with (
+        LocalGraders(workers=workers, memory_bytes=wanted.memory_bytes) as graders,
+        progress_bar(f"regrade {run}", len(chosen)) as advance,
+    ):
+        await require_reward(graders, wanted)
         return await regrade_steps(folder, chosen, wanted, graders, threshold=threshold, advance=advance)
 
 
@@ -171,7 +175,7 @@ def section(reward: str | None, options: str, timeout_seconds: float) -> RewardS
         if given:
             raise ValueError("--options are those of --reward: name it too")
         return None
-    return RewardSection(name=reward, options=given, timeout_seconds=timeout_seconds)
+    return RewardSection(name=reward, options=given, by_prompt=False, timeout_seconds=timeout_seconds)
 
 
 def render(found: Regraded) -> None:

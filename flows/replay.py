@@ -17,9 +17,9 @@ from prefect import flow
 from milepost.engines.cluster import gpus
 from milepost.engines.graders import GraderPool
 from milepost.engines.protocols import TrainEngine
-from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
+from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import absolute_root
 from milepost.flows.replay_into import First, check_kept, keep, kept_verdict
 from milepost.flows.replay_verdict import ReplayVerdict, StageVerdict, as_json, stage_verdicts, stored_step, worst
@@ -27,7 +27,7 @@ from milepost.flows.step_range import require_steps, step_range
 from milepost.flows.trainer_alone import trainer_alone
 from milepost.storage import manifest, runs
 from milepost.storage.journal import StepStore
-from milepost.storage.parameters import Parameters
+from milepost.storage.parameters import Parameters, RewardSection
 from milepost.storage.parent import course_of
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.stages import Stage
@@ -51,9 +51,9 @@ async def trainer_before(
 
 
 @contextmanager
-def graders(name: str, workers: int) -> Iterator[None]:
+def graders(name: str, reward: RewardSection) -> Iterator[None]:
     """A pool of graders called `name`."""
-    pool = GraderPool.start(name, workers=workers)
+    pool = GraderPool.start(name, workers=reward.workers, memory_bytes=reward.memory_bytes)
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ async def _judged(
     found = ReplayVerdict(run, chosen.start, chosen.stop, tolerance)
     with ExitStack() as stack:
         if "score" in stages:
-            stack.enter_context(graders(name, record.parameters.reward.workers))
+            stack.enter_context(graders(name, record.parameters.reward))
         target = stack.enter_context(scratch(folder))
         advance = stack.enter_context(progress_bar(f"replay {run}", len(chosen)))
         async with trainer_before(folder, record, chosen.start, name) as trainer:

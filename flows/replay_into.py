@@ -30,7 +30,7 @@ def check_kept(first: First, into: str, overrides: Sequence[str]) -> None:
 def kept_parameters(before: Parameters, run: str, first: First, overrides: Sequence[str]) -> Parameters:
     """Those of `run`, which had `before`, with `overrides`: samples that are generated again are not trained on."""
     content = before.model_dump()
-    content["data"] |= {"rollouts": run, "path": ""}
+    content["data"] |= {"rollouts": run, "path": "", "sets": []}
     content["eval"]["every_steps"] = 0
     if first == "generate":
         content["engines"]["train"] = "none"

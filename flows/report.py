@@ -21,6 +21,7 @@ from milepost.storage.ancestry import Ancestry, ancestry
 from milepost.storage.evaluated import evaluated
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
+from milepost.storage.taught import taught
 
 COLUMNS = [
     "rollout/reward",
@@ -108,7 +109,7 @@ def write_report(folder: RunFolder) -> str:
         attempts=attempt_rows(folder, steps),
         columns=[name for name in COLUMNS if any(name in step.metrics for step in steps)],
         evals=held_out,
-        epochs=epoch_accounting(folder),
+        epochs={} if taught(record) else epoch_accounting(folder),
         figures=[(item.title, Markup(svg_figure(item))) for item in figures(folder, steps, held_out)],
         links=lineage_links(ancestry(folder, len(steps))) if steps else [],
         samples=ends(folder),

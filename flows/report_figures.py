@@ -3,6 +3,7 @@
 from milepost.flows.curve import FigureData, Series
 from milepost.flows.results import Evaluation
 from milepost.flows.sql import as_rows, query
+from milepost.flows.step_rows import learns_only
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 
@@ -50,12 +51,14 @@ def _asked(folder: RunFolder, statement: str, names: list[str]) -> list[Series]:
 def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Evaluation]) -> list[FigureData]:
     """Every figure that has something to show."""
     trained = any("train/optimizer_steps" in step.metrics for step in steps)
+    learnt = [step for step in steps if learns_only(step)]
     staleness, surprise = _asked(folder, _SAMPLED, ["steps between weights and training", "surprise"])
     (mismatch,) = _asked(folder, _MISMATCH, ["trainer against engine"])
     classes = sorted({name for step in steps for name in step.accounting if name != "served"})
     stages = sorted({name for step in steps for name in step.metrics if name.startswith("time/")})
     drawn = [
         FigureData("mean reward", [_of_metric(steps, "rollout/reward", "reward")]),
+        FigureData("loss", [_of_metric(learnt, "train/loss", "mean of a token")]),
         FigureData("accuracy", [_of_evaluations(evaluations)]),
         FigureData(
             "response length, tokens",
@@ -65,7 +68,7 @@ def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Eval
         FigureData("entropy, as mean surprise of sampled tokens", [surprise]),
         FigureData("gradient norm", [_of_metric(steps, "train/grad_norm", "before clipping")]),
         FigureData("clipped share of tokens", [_of_metric(steps, "train/pg_clipfrac", "clipped")]),
-        FigureData("log-probabilities apart, mean", [mismatch]),
+        FigureData("log-probabilities apart, mean", [] if learnt else [mismatch]),
         FigureData("staleness", [staleness] if trained else []),
         FigureData("seconds by stage", [_of_metric(steps, name, name.removeprefix("time/")) for name in stages]),
         FigureData("prompts by how they ended", [_of_counts(steps, name) for name in classes]),

@@ -5,11 +5,12 @@ from typing import Any
 
 from milepost.flows.best import best_line
 from milepost.flows.results import curve, evaluations, finished
-from milepost.flows.run_status import RunStatus, open_commits, resume_command, run_status
+from milepost.flows.run_status import PAUSED, RunStatus, open_commits, resume_command, run_status
 from milepost.flows.step_rows import step_rows
 from milepost.storage import attempts, files
 from milepost.storage.journal import Slot
 from milepost.storage.runs import RunFolder
+from milepost.storage.taught import came_of, go_on_with, model_of, taught
 
 LAST_STEPS = 10
 
@@ -36,19 +37,25 @@ class RunDetail:
 
 def run_detail(folder: RunFolder, root: str) -> RunDetail:
     """LookupError for a run that is not there, ValueError for one that cannot be read."""
-    chosen = attempts.current(folder).parameters
-    shards = chosen.rollout.shards
+    record = attempts.current(folder)
+    chosen, learns = record.parameters, taught(record) is not None
     status, closed = run_status(folder), finished(folder)
     if status.problem:
         raise ValueError(f"run {folder.run_id!r} cannot be read: {status.problem}")
     return RunDetail(
         status=status,
-        stages={} if status.state == "finished" else stage_progress(folder, status.done, shards),
+        stages={}
+        if learns or status.state == "finished"
+        else stage_progress(folder, status.done, chosen.rollout.shards),
         rows=step_rows(closed[-LAST_STEPS:], evaluations(folder)),
         last_steps=[{"step": step.step, **step.metrics} for step in closed[-LAST_STEPS:]],
         rewards=curve(closed, "rollout/reward"),
         places=_places(
-            folder, root, status, next((step.checkpoint for step in reversed(closed) if step.checkpoint), "")
+            folder,
+            root,
+            status,
+            checkpoint=next((step.checkpoint for step in reversed(closed) if step.checkpoint), ""),
+            learns=learns,
         )
         | best_line(folder, chosen.checkpoint),
     )
@@ -63,11 +70,13 @@ def stage_progress(folder: RunFolder, step: int, shards: int) -> dict[str, tuple
     return {stage: (done.count(stage), count) for stage, count in whole.items()} if slots else {}
 
 
-def _places(folder: RunFolder, root: str, status: RunStatus, checkpoint: str) -> dict[str, str]:
+def _places(folder: RunFolder, root: str, status: RunStatus, *, checkpoint: str, learns: bool) -> dict[str, str]:
     logs = f"milepost logs {folder.run_id} --root {root}"
     found = {"folder": folder.uri, "checkpoint": checkpoint, "logs": logs}
+    if learns and came_of(folder):
+        found["model"] = model_of(folder)
     if files.exists(folder.report):
         found["report"] = folder.report
-    if status.state in ("stopped", "crashed"):
-        found["go on with"] = resume_command(folder, root)
+    if status.state in ("stopped", "crashed", PAUSED):
+        found["go on with"] = go_on_with(folder) if learns else resume_command(folder, root)
     return {name: place for name, place in found.items() if place}

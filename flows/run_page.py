@@ -14,9 +14,9 @@ from typing import Any
 from milepost.flows.artifacts import Artifact, Artifacts
 from milepost.flows.curve import FigureData, Series, svg_figure
 from milepost.flows.polling import polled
-from milepost.flows.results import Evaluation, evaluations
+from milepost.flows.results import Evaluation, curve, evaluations
 from milepost.flows.run_status import resume_command, step_seconds
-from milepost.flows.step_rows import duration, figure, step_rows, thinned
+from milepost.flows.step_rows import duration, figure, learns_only, step_rows, thinned
 from milepost.storage import files, manifest
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
@@ -37,23 +37,26 @@ class RunPage:
     root: str
     steps: int
     artifacts: Artifacts
+    go_on_with: str = ""
+    """What to do when it stops, if not to resume the run."""
     _closed: list[StepManifest] = field(default_factory=list)
 
     def update(self) -> None:
         """Read the steps that have been finished since, and show how the run stands."""
         if not self._closed:
-            picture([0.0], [])  # imports what draws while engines start, and not during the first steps
+            picture([0.0], [], "reward")  # imports what draws while engines start, and not during the first steps
         while files.exists(self.folder.manifest(len(self._closed))):
             self._closed.append(manifest.load(self.folder, len(self._closed)))
         found = evaluations(self.folder)
-        shown = [self._progress(), *self._last_steps(found), *self._reward(found), *self._samples()]
+        shown = [self._progress(), *self._last_steps(found), *self._curve(found), *self._samples()]
         self.artifacts.show(shown)
 
     def _progress(self) -> Artifact:
         done = len(self._closed)
         seconds = step_seconds(self.folder, done) if done < self.steps else None
         eta = f", {duration(seconds * (self.steps - done))} to go" if seconds is not None else ""
-        about = f"{done} of {self.steps} steps{eta}; if it stops: `{resume_command(self.folder, self.root)}`"
+        go_on = self.go_on_with or f"`{resume_command(self.folder, self.root)}`"
+        about = f"{done} of {self.steps} steps{eta}; if it stops: {go_on}"
         return Artifact("progress", "progress", round(100 * min(1.0, done / max(1, self.steps)), 1), about)
 
     def _last_steps(self, found: list[Evaluation]) -> Iterator[Artifact]:
@@ -62,14 +65,17 @@ class RunPage:
             told = ", ".join(f"{name} {value}" for name, value in rows[0].items() if value)
             yield Artifact("steps", "table", json.dumps(rows), told)
 
-    def _reward(self, found: list[Evaluation]) -> Iterator[Artifact]:
-        rewards = [step.metrics["rollout/reward"] for step in self._closed if "rollout/reward" in step.metrics]
-        if not rewards:
+    def _curve(self, found: list[Evaluation]) -> Iterator[Artifact]:
+        """Of rewards; of losses where there are no samples to reward."""
+        learns = bool(self._closed) and learns_only(self._closed[-1])
+        name, metric = ("loss", "train/loss") if learns else ("reward", "rollout/reward")
+        values = curve(self._closed, metric)
+        if not values:
             return
-        uri = f"data:image/svg+xml;base64,{base64.b64encode(picture(rewards, found).encode()).decode()}"
-        text = f"![reward by step]({uri})\n\nThe report of the run is written at its end: `{self.folder.report}`"
-        about = f"mean reward: first {figure(rewards[0])}, last {figure(rewards[-1])}"
-        yield Artifact("reward", "markdown", text, about)
+        uri = f"data:image/svg+xml;base64,{base64.b64encode(picture(values, found, name).encode()).decode()}"
+        text = f"![{name} by step]({uri})\n\nThe report of the run is written at its end: `{self.folder.report}`"
+        about = f"mean {name}: first {figure(values[0])}, last {figure(values[-1])}"
+        yield Artifact(name, "markdown", text, about)
 
     def _samples(self) -> Iterator[Artifact]:
         if self._closed and (rows := ends(self.folder, self.root, self._closed[-1])):
@@ -77,14 +83,14 @@ class RunPage:
             yield Artifact("samples", "table", json.dumps(rows), about)
 
 
-def picture(rewards: list[float], found: list[Evaluation]) -> str:
-    """Reward and held-out accuracy over steps, as SVG on white: the page behind an image may be dark."""
-    drawn = thinned(rewards, CURVE_POINTS)
-    steps = [round(index * len(rewards) / len(drawn)) for index in range(len(drawn))]
-    lines = [Series("reward", steps, drawn)]
+def picture(values: list[float], found: list[Evaluation], name: str) -> str:
+    """Reward or loss, and held-out accuracy over steps, as SVG on white: the page behind an image may be dark."""
+    drawn = thinned(values, CURVE_POINTS)
+    steps = [round(index * len(values) / len(drawn)) for index in range(len(drawn))]
+    lines = [Series(name, steps, drawn)]
     if found:
         lines.append(Series("held-out accuracy", [item.step for item in found], [item.mean for item in found]))
-    svg = svg_figure(FigureData("reward", lines))
+    svg = svg_figure(FigureData(name, lines))
     return svg.replace("<svg ", '<svg style="background:white" ', 1)
 
 
@@ -115,11 +121,11 @@ def ends(folder: RunFolder, root: str, closed: StepManifest) -> list[dict[str, A
 
 
 @contextmanager
-def shown(folder: RunFolder, root: str, *, steps: int, flow_run_id: str) -> Iterator[None]:
+def shown(folder: RunFolder, root: str, *, steps: int, flow_run_id: str, go_on_with: str = "") -> Iterator[None]:
     """Inside, the page of this flow run follows the run; nothing where there is no flow run."""
     if not flow_run_id:
         yield
         return
-    page = RunPage(folder, root, steps, Artifacts(folder.run_id, flow_run_id))
+    page = RunPage(folder, root, steps, Artifacts(folder.run_id, flow_run_id), go_on_with)
     with polled(page.update, POLL_SECONDS):
         yield

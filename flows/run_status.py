@@ -12,13 +12,18 @@ from milepost.storage import attempts, files, lease, manifest, runs, stops
 from milepost.storage.journal import Commit, StepStore
 from milepost.storage.runs import RunFolder
 
+PAUSED = "paused"
+QUEUED = "queued"
+AT_WORK = ("running", QUEUED)  # the states in which a process has the run
+
 RATE_STEPS = 5
 WORKERS = 8  # a run on an object store is many short waits
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run in a line of a table. `state` is running, finished, stopped, crashed, or unreadable with the `problem`.
+    """A run in a line of a table. `state` is running, queued for its turn on the engines, paused on its page, finished,
+    stopped, crashed, or unreadable with the `problem`.
 
     `committed_at` is when its newest stage was committed, in Unix seconds; `step_seconds` is the median of late steps;
     `stopped` is why a rule of its own has ended it.
@@ -98,8 +103,13 @@ def run_state(folder: RunFolder, done: int, steps: int) -> str:
     """What the lease and its heartbeat say, and for a run that nobody has, whether it came to its end."""
     holder = lease.holder(folder.uri)
     if holder is not None:
-        return "running" if holder.works else "crashed"
-    return "finished" if done >= steps else "stopped"
+        return (_noted(folder, QUEUED) or "running") if holder.works else "crashed"
+    return "finished" if done >= steps else _noted(folder, PAUSED) or "stopped"
+
+
+def _noted(folder: RunFolder, word: str) -> str:
+    """`word`, when it is the last that was said beside the newest claim."""
+    return word if lease.noted(folder.uri) == word else ""
 
 
 def open_commits(folder: RunFolder, step: int) -> list[Commit]:
@@ -133,4 +143,4 @@ def all_statuses(root: str) -> list[RunStatus]:
         raise NotADirectoryError(f"{root} is no folder: name the folder of all runs with --root")
     with ThreadPoolExecutor(WORKERS) as pool:
         found = list(pool.map(run_status, runs.run_folders(root)))
-    return sorted(found, key=lambda status: (status.state == "running", status.committed_at or 0.0), reverse=True)
+    return sorted(found, key=lambda status: (status.state in AT_WORK, status.committed_at or 0.0), reverse=True)

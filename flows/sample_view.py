@@ -12,6 +12,7 @@ from rich.text import Text
 from milepost.engines.tokenizer import token_texts
 from milepost.flows.sql import committed
 from milepost.storage import attempts, manifest, purges, runs
+from milepost.storage.conversation import CONVERSATION
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parent import PARENT
 from milepost.storage.registry import nearest
@@ -102,11 +103,19 @@ def show_sample(row: dict[str, Any]) -> None:
 
 
 def turns(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """The prompt's messages and the response, by who said them."""
+    """The prompt's messages, and the response or the turns of a conversation, by who said them."""
     prompt = json.loads(row["prompt"])
     messages = prompt if isinstance(prompt, list) else [{"role": "prompt", "content": prompt}]
     said = [(str(message["role"]), _content(message.get("content"))) for message in messages]
-    return [*said, ("response", row["response"])]
+    talk = json.loads(row["metadata"]).get(CONVERSATION)
+    if not talk:
+        return [*said, ("response", row["response"])]
+    return [*said, *((_speaker(message), message["content"]) for message in talk)]
+
+
+def _speaker(message: dict[str, Any]) -> str:
+    name = message.get("name")
+    return f"{message['role']} {name}" if name else str(message["role"])
 
 
 def _content(content: Any) -> str:

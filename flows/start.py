@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from milepost.engines.tokenizer import load_tokenizer
+from milepost.flows.engine_checks import check_spare
 from milepost.flows.parents import going_on
 from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
 from milepost.flows.progress import say
@@ -21,10 +22,12 @@ from milepost.storage.evaluated import evaluated
 from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
 from milepost.storage.parent import ParentRun, course_of
+from milepost.storage.prompt_mixture import shares_entry
 from milepost.storage.provenance import provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import TableRef, write_table
+from milepost.storage.taught import require_other
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.recover import require_tables
 
@@ -96,6 +99,7 @@ def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
         "eval": held_out,
         "too_long": plan.prompts.too_long,
         "bad_lines": plan.prompts.bad_lines,
+        **shares_entry(plan.prompts.shares),
         **(plan.parent.entry() if plan.parent else {}),
     }
     trusted = plan.parameters.model.trust_remote_code
@@ -163,6 +167,7 @@ def require_allowed(before: RunRecord, chosen: Parameters, allowed: Sequence[str
     """ValueError for a change that nobody allowed, or that would make another run of it."""
     found = attempts.changes(before.parameters, chosen)
     attempts.require_allowed(found, allowed)
+    check_spare(chosen)
     fixed = [key for key in FIXED if key in found and (key == "data.rollouts" or "none" in found[key])]
     if fixed:
         raise ValueError(f"{fixed[0]} decides which stages run {before.run_id!r} has: begin another run to change it")
@@ -183,6 +188,7 @@ def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:
     This is for before anything is started; the first thing that is missing or damaged is named.
     """
     record = attempts.current(folder)
+    require_other(folder.run_id, record)
     if evaluated(record):
         raise ValueError(f"{folder.run_id!r} is an evaluation and trains nothing: `evaluate` goes on with it")
     if origin := origin_of(record):

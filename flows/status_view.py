@@ -8,10 +8,18 @@ from rich.table import Table
 from rich.text import Text
 
 from milepost.flows.run_detail import RunDetail
-from milepost.flows.run_status import RunStatus
+from milepost.flows.run_status import PAUSED, QUEUED, RunStatus
 from milepost.flows.step_rows import duration, figure, sparkline
 
-COLORS = {"running": "green", "finished": "blue", "stopped": "yellow", "crashed": "red", "unreadable": "red"}
+COLORS = {
+    "running": "green",
+    QUEUED: "cyan",
+    PAUSED: "magenta",
+    "finished": "blue",
+    "stopped": "yellow",
+    "crashed": "red",
+    "unreadable": "red",
+}
 BAR_WIDTH = 60
 LINE = chr(0x2501)  # a heavy horizontal line
 COLUMNS = ("run", "state", "step", "reward", "accuracy", "last commit", "a step", "eta")

@@ -2,21 +2,29 @@
 
 from dataclasses import dataclass, replace
 
+from pydantic import BaseModel, Field
+
 from milepost.engines.fleet import Fleet, connect_fleet
+from milepost.engines.graders import GraderPool
 from milepost.engines.protocols import WeightVersion
 from milepost.engines.train_actors import TrainActors
 from milepost.flows.deadline import Deadlines, longest_stages
-from milepost.storage import attempts, runs
+from milepost.storage import attempts, manifest, runs
 from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.storage.carried import INTERRUPTED, round_size
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import Parameters
 from milepost.storage.parent import course_of
+from milepost.storage.prompt_mixture import shares_of
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.stages import Course, Stage
 from milepost.storage.tables import TableRef
-from milepost.tasks.generate import Sampling, sampling_params
+from milepost.tasks.early_stop import EarlyStop
 from milepost.tasks.sample import PromptOrder
+from milepost.tasks.sampling import REFILLS, Sampling, TokenizerFolder, sampling_params
+from milepost.tasks.score_ahead import ScoreAhead
+from milepost.tasks.tools import tool_rules
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,12 @@ class Position:
     cursor: Cursor
     version: WeightVersion
     fence: int = 0
+
+
+class Unshown(BaseModel):
+    """Parameters on their way to a step. Prefect shows them with the run, and keeps no copy of them for each step."""
+
+    parameters: Parameters = Field(exclude=True)
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,39 @@ class StepContext:
             n_samples_per_prompt=self.plan.n_samples_per_prompt,
             context_length=parameters.model.context_length,
             seed=parameters.data.seed,
+            refills=REFILLS if parameters.filter.partial_groups == "refill" else 0,
+            partial=parameters.rollout.partial,
+            mask_older_tokens=parameters.rollout.mask_older_tokens,
+            vocabulary=int(self.record.model["config"].get("vocab_size") or 0),
+            tools=tool_rules(parameters.rollout),
+            tokenizer=TokenizerFolder.of(parameters.model, self.record.model["folder"]),
         )
+
+    @property
+    def round_size(self) -> int:
+        """Prompts of a round of sampling."""
+        return round_size(self.parameters, self.plan.rollout_batch_size)
+
+    def early_stop(self, missing: int) -> EarlyStop | None:
+        """What ends a round once `missing` groups are kept; None where every group is generated."""
+        if self.round_size <= self.plan.rollout_batch_size or self.course.taken:
+            return None
+        reward = self.parameters.reward
+        graders = GraderPool.connect(self.folder.run_id, workers=reward.workers)
+        return EarlyStop(missing, reward, self.parameters.filter, graders=graders)
+
+    def score_ahead(self) -> ScoreAhead | None:
+        """What grades the groups of a shard as they are finished; None where this run makes no samples or no scores."""
+        if self.course.taken or not (self.course.makes("generate") and self.course.makes("score")):
+            return None
+        reward = self.parameters.reward
+        return ScoreAhead(reward, GraderPool.connect(self.folder.run_id, workers=reward.workers))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are groups that the step before did not finish; prompts that are taken come as they are."""
+        before = self.store.step - 1
+        return before >= 0 and not self.course.taken and INTERRUPTED in manifest.load(self.folder, before).accounting
 
 
 def open_step(
@@ -98,7 +144,10 @@ def open_step(
         record=record,
         plan=batch_plan(record.parameters),
         order=PromptOrder(
-            TableRef(**record.data["prompts"]), record.parameters.data.seed, record.parameters.data.shuffle
+            TableRef(**record.data["prompts"]),
+            record.parameters.data.seed,
+            record.parameters.data.shuffle,
+            shares_of(record.data),
         ),
         fleet=connect_fleet(run, record.parameters, course_of(record)),
         version=version,

@@ -3,11 +3,13 @@
 from milepost.storage import attempts
 from milepost.storage.evaluated import evaluated
 from milepost.storage.runs import RunFolder, RunRecord
+from milepost.storage.taught import require_other
 
 
 def require_steps(folder: RunFolder) -> RunRecord:
-    """A run as it was left; ValueError for an evaluation, which has no steps to run again or to train on."""
+    """A run as it was left; ValueError for one that has no steps to run again or to train on."""
     record = attempts.current(folder)
+    require_other(folder.run_id, record)
     if of := evaluated(record):
         raise ValueError(
             f"{folder.run_id!r} is an evaluation of {of.label} and has no steps to run again or to train on: "

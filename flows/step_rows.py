@@ -11,6 +11,11 @@ BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))  # from an eighth 
 STAGES = ("sample", "generate", "score", "filter", "optimize", "sync")
 
 
+def learns_only(closed: StepManifest) -> bool:
+    """Whether a step has no samples of its own, as those of a fine-tuning: it has a loss to watch, and no reward."""
+    return not any(name.startswith("rollout/") for name in closed.metrics)
+
+
 def step_row(closed: StepManifest, evaluated: Evaluation | None = None) -> dict[str, str]:
     """One finished step. `evaluated` is of the weights that it left; tokens/s is how fast the engines generated."""
     metrics = closed.metrics
@@ -19,6 +24,7 @@ def step_row(closed: StepManifest, evaluated: Evaluation | None = None) -> dict[
     return {
         "step": str(closed.step),
         "reward": figure(metrics.get("rollout/reward")),
+        "loss": figure(metrics.get("train/loss")) if learns_only(closed) else "",
         "accuracy": figure(evaluated.mean if evaluated else None),
         "length": figure(metrics.get("rollout/response_len/mean"), 1),
         "KL": figure(metrics.get("train/ppo_kl"), 5),

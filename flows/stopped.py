@@ -16,9 +16,7 @@ def gpus(parameters: Parameters) -> int:
 
 def history(folder: RunFolder) -> History:
     """A run as it is stored."""
-    found = {1: attempts.parameters_of(folder, 1)}
-    found |= {attempt.number: attempt.parameters for attempt in attempts.attempts(folder)}
-    taken = {number: gpus(parameters) for number, parameters in found.items()}
+    taken = {number: gpus(parameters) for number, parameters in attempts.all_parameters(folder).items()}
     return History(finished(folder), held_out(folder), taken)
 
 

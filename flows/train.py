@@ -7,7 +7,7 @@ from prefect import flow
 from pydantic import PositiveInt
 
 from milepost.flows import crashed
-from milepost.flows.claim import claimed
+from milepost.flows.claim import claimed, queued
 from milepost.flows.engine_slots import engine_slots
 from milepost.flows.loop import run_training
 from milepost.flows.outcome import recorded
@@ -59,7 +59,7 @@ async def work_on(
         if launched.is_finished:
             say(ended(launched))
         else:
-            async with engine_slots(launched.parameters):
+            async with engine_slots(launched.parameters, queued(folder, fence)):
                 await run_training(launched)
     return folder.uri
 

@@ -14,7 +14,7 @@ from milepost.flows.iteration import iteration
 from milepost.flows.outcome import watched
 from milepost.flows.progress import say
 from milepost.flows.service_state import answers
-from milepost.flows.step_context import Position
+from milepost.flows.step_context import Position, Unshown
 from milepost.storage.parameters import Parameters
 
 ANSWER_SECONDS = 2.0
@@ -50,11 +50,12 @@ class View:
 
     async def step(self, root: str, run: str, step: int, start: Position, parameters: Parameters) -> Position:
         """`iteration`, shown or not. What a step returned or raised counts, not whether Prefect could be told."""
+        given = Unshown(parameters=parameters)
         with watched() as outcome:
             if await prefect_answers():
                 await self._show(step)
                 try:
-                    return await iteration(root, run, step, start, parameters)
+                    return await iteration(root, run, step, start, given)
                 except Exception as error:  # Prefect raises what the step raised, and beside it errors of its own
                     if not is_unreported(error):
                         raise
@@ -63,7 +64,7 @@ class View:
                 raise outcome.error
             if outcome.done:
                 return cast(Position, outcome.result)
-            return await iteration.fn(root, run, step, start, parameters)
+            return await iteration.fn(root, run, step, start, given)
 
     async def _show(self, step: int) -> None:
         if not self._shows:

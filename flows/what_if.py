@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from prefect import flow
 
 from milepost.engines.protocols import UpdateResult
-from milepost.flows.loop import joined_ray
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
+from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import absolute_root, parameters_of, with_overrides
 from milepost.flows.replay import graders, scratch, trainer_before
 from milepost.flows.replay_verdict import stored_step
@@ -31,7 +31,7 @@ from milepost.storage.parent import course_of
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.stages import Course, Stage
 from milepost.storage.tables import TableRef, concat, read_table
-from milepost.tasks.filter import kept_groups
+from milepost.tasks.filters import kept_groups
 from milepost.tasks.optimize import batch_refs
 from milepost.tasks.replay import TIMINGS, StoredStep, run_again, stages_from
 
@@ -126,7 +126,7 @@ async def what_if(
     rows: list[Row] = []
     with ExitStack() as stack:
         stack.enter_context(joined_ray())
-        stack.enter_context(graders(name, parameters.reward.workers))
+        stack.enter_context(graders(name, parameters.reward))
         target = stack.enter_context(scratch(folder))
         advance = stack.enter_context(progress_bar(f"what if {run}", len(chosen)))
         async with trainer_before(folder, record, chosen.start, name, parameters=parameters) as trainer:

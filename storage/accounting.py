@@ -1,22 +1,28 @@
 """What became of every prompt: each serving ends in exactly one class, in a step and in an epoch.
 
 Classes: trained, `filtered: REASON`, aborted, unused (kept, but the step had enough), kept (in a run that trains
-nothing), too_long and malformed (set aside before the run), pending (not served yet, or served and not finished).
+nothing), too_long and malformed (set aside before the run), interrupted (not finished when the step had enough: the
+next step serves it again, and in its epoch it counts there alone),
+pending (not served yet, or served and not finished).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pyarrow as pa
 
 from milepost.storage import files, manifest, runs
+from milepost.storage.carried import INTERRUPTED
 from milepost.storage.manifest import StepManifest
+from milepost.storage.prompt_mixture import Share, shares_of
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table
 
 SERVED, TOTAL = "served", "prompts"
 _ABORTED = "aborted"
+
+Epoch = tuple[str, int]
+"""An epoch of a data set of a mixture; of a run of a single set, whose name is left out."""
 
 
 class AccountingError(RuntimeError):
@@ -41,6 +47,8 @@ def _not_trained(reasons: list[str | None], left: str) -> str:
     """`left` for a group with a kept sample."""
     if None in reasons:
         return left
+    if INTERRUPTED in reasons:
+        return INTERRUPTED
     first = next((reason for reason in reasons if reason != _ABORTED), None)
     return _ABORTED if first is None else f"filtered: {first}"
 
@@ -73,33 +81,44 @@ def _shown(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items() if name != SERVED)
 
 
-def epoch_accounting(folder: RunFolder) -> dict[int, dict[str, int]]:
+def epoch_accounting(folder: RunFolder) -> dict[Epoch, dict[str, int]]:
     """For every epoch that a finished step served from: how its prompts ended. The classes sum to `prompts`."""
     data = runs.load(folder).data
     finished = [manifest.load(folder, step) for step in manifest.finished_steps(folder)]
-    epochs: dict[int, Counter[str]] = {}
+    shares = {share.name: share for share in shares_of(data)}
+    epochs: dict[Epoch, Counter[str]] = {}
     cursor = {"epoch": 0, "position": 0, "served": 0}
-    for closed in finished:
-        for epoch, classes in _classes_by_epoch(folder, closed, cursor):
-            epochs.setdefault(epoch, Counter()).update(classes)
-        cursor = closed.cursor
-    return {epoch: _with_total(classes, data) for epoch, classes in sorted(epochs.items())}
+    left = False
+    for number, closed in enumerate(finished):
+        leaves = INTERRUPTED in closed.accounting
+        for epoch, classes in _classes_by_epoch(folder, closed, cursor, by_table=bool(shares) or left or leaves):
+            if leaves and number + 1 < len(finished):
+                classes.pop(INTERRUPTED, None)  # the next step has served them once more
+            epochs.setdefault((epoch[0] if shares else "", epoch[1]), Counter()).update(classes)
+        cursor, left = closed.cursor, leaves
+    whole = Share("", data["prompts"]["rows"], 1.0, data["too_long"], data["bad_lines"])
+    return {epoch: _with_total(classes, shares.get(epoch[0], whole)) for epoch, classes in sorted(epochs.items())}
 
 
 def _classes_by_epoch(
-    folder: RunFolder, closed: StepManifest, before: dict[str, int]
-) -> Iterator[tuple[int, dict[str, int]]]:
-    """The stored counts of a step that stays in one epoch; only for one that does not are its tables read."""
+    folder: RunFolder, closed: StepManifest, before: dict[str, int], *, by_table: bool
+) -> Iterator[tuple[Epoch, dict[str, int]]]:
+    """The stored counts of a step that stays in one epoch; only for one that does not are its tables read.
+
+    Prompts of several sets, or of the step before, are of several epochs in any step: those are always read.
+    """
     after = closed.cursor
-    if after["epoch"] == before["epoch"] or (after["epoch"], after["position"]) == (before["epoch"] + 1, 0):
-        yield before["epoch"], {name: count for name, count in closed.accounting.items() if name != SERVED}
+    stays = after["epoch"] == before["epoch"] or (after["epoch"], after["position"]) == (before["epoch"] + 1, 0)
+    if stays and not by_table:
+        yield ("", before["epoch"]), {name: count for name, count in closed.accounting.items() if name != SERVED}
         return
     place = folder.step(closed.step)
     rollouts = pa.concat_tables(_tables(place, closed, "filter"))
     classes = group_classes(rollouts, _trained(place, closed))
     for table in _tables(place, closed, "sample"):
-        for group, epoch in zip(table["group_id"].to_pylist(), table["epoch"].to_pylist(), strict=True):
-            yield epoch, {classes.get(group, "pending"): 1}
+        columns = (table[name].to_pylist() for name in ("group_id", "dataset", "epoch"))
+        for group, dataset, epoch in zip(*columns, strict=True):
+            yield (dataset, epoch), {classes.get(group, "pending"): 1}
 
 
 def _trained(place: str, closed: StepManifest) -> set[str] | None:
@@ -124,11 +143,11 @@ def _tables(place: str, closed: StepManifest, stage: str) -> list[pa.Table]:
     ]
 
 
-def _with_total(classes: Counter[str], data: dict[str, Any]) -> dict[str, int]:
-    """With the prompts that are set aside in every epoch, and those whose turn has not come."""
-    rows, aside = data["prompts"]["rows"], {"too_long": data["too_long"], "malformed": data["bad_lines"]}
+def _with_total(classes: Counter[str], share: Share) -> dict[str, int]:
+    """With the prompts of a set that are set aside in every epoch, and those whose turn has not come."""
+    aside = {"too_long": share.too_long, "malformed": share.bad_lines}
     counts = dict(sorted(classes.items())) | {name: count for name, count in aside.items() if count}
-    pending = rows - sum(classes.values()) + classes["pending"]
+    pending = share.rows - sum(classes.values()) + classes["pending"]
     if pending:
         counts["pending"] = pending
-    return {**counts, TOTAL: rows + sum(aside.values())}
+    return {**counts, TOTAL: share.rows + sum(aside.values())}

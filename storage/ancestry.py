@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from milepost.storage import attempts, checkpoints, files, manifest, runs
+from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.begun import Origin, begun_with, origin
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.manifest import StepManifest
@@ -23,6 +23,7 @@ from milepost.storage.parent import beside, parent_run, taken_from
 from milepost.storage.provenance import Provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef, require
+from milepost.storage.weights_left import left_by
 
 STEPS_AT_ONCE = 8
 R = TypeVar("R")
@@ -129,11 +130,12 @@ def ancestry(folder: RunFolder, version: int) -> Ancestry:
         raise LookupError(f"run {folder.run_id!r} has no checkpoint {version}: {last}")
     with ThreadPoolExecutor(STEPS_AT_ONCE) as pool:
         closed = list(pool.map(lambda step: manifest.load(folder, step), range(version)))
+    left = left_by(folder, record, closed[-1])
     return Ancestry(
         run=folder.run_id,
-        uri=folder.checkpoint(version),
-        version=closed[-1].version_out,
-        state=_state(folder, closed[-1]),
+        uri=left.uri,
+        version=left.version,
+        state=left.state,
         data=record.data,
         model=record.model,
         attempts=_attempts(folder, {step.attempt for step in closed}),
@@ -148,17 +150,6 @@ def _of_each(steps: Sequence[StepManifest], do: Callable[[StepManifest], R]) -> 
     """Side by side: reading a table leaves the interpreter free, and waits where the run is far away."""
     with ThreadPoolExecutor(STEPS_AT_ONCE) as pool:
         return list(pool.map(do, steps))
-
-
-def _state(folder: RunFolder, last: StepManifest) -> str:
-    if not last.version_out:
-        return "no weights: its samples were imported"
-    if last.version_in == last.version_out:
-        return "the model as it was: the run trains nothing"
-    if not last.checkpoint:
-        return "not saved: checkpoint.every_steps left it out"
-    wrong = checkpoints.faults(folder.checkpoint(last.step + 1), hashes=False)
-    return "; ".join(wrong) if wrong else "complete"
 
 
 def step_link(folder: RunFolder, closed: StepManifest) -> StepLink:

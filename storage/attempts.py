@@ -78,6 +78,11 @@ def parameters_of(folder: RunFolder, number: int) -> Parameters:
     return given.get(number) or runs.load(folder).parameters
 
 
+def all_parameters(folder: RunFolder) -> dict[int, Parameters]:
+    """The parameters of every attempt, by its number."""
+    return {1: parameters_of(folder, 1)} | {attempt.number: attempt.parameters for attempt in attempts(folder)}
+
+
 def changes(before: Parameters, after: Parameters) -> Changes:
     """`section.field` of every value that differs, with both values. Another secret, or place of one, is no change."""
     old, new = (redaction.without_references(found.model_dump(mode="json")) for found in (before, after))

@@ -1,4 +1,4 @@
-"""Samples as others read them: the prompt's messages with the answer behind them, and every other column by its name.
+"""Samples as others read them: the prompt's messages with what followed, and every other column by its name.
 
 A JSON document has a column's value where the table has JSON text. What is not known is null.
 """
@@ -8,8 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from milepost.storage.conversation import said_after
 from milepost.storage.schema import ROLLOUTS
-from milepost.storage.text import from_json, to_json, unescape
+from milepost.storage.text import escape, from_json, to_json, unescape
 
 TOKEN_COLUMNS = [
     *("prompt_token_ids", "response_token_ids", "loss_mask", "rollout_logprobs"),
@@ -25,8 +26,8 @@ def documents(table: pa.Table, *, tokens: bool = True) -> Iterator[dict[str, Any
     names = [name for name in ROLLOUTS.names if tokens or name not in TOKEN_COLUMNS]
     for row in table.select(names).to_pylist(maps_as_pydicts="strict"):
         prompt = from_json(row["prompt"])
-        said = {"role": "assistant", "content": unescape(row["response"], row["response_escaped"])}
-        found = {"messages": [*_messages(prompt), said], "prompt": prompt if isinstance(prompt, str) else None}
+        said = said_after(from_json(row["metadata"]), unescape(row["response"], row["response_escaped"]))
+        found = {"messages": [*_messages(prompt), *said], "prompt": prompt if isinstance(prompt, str) else None}
         for name in names:
             if name not in _SAID:
                 value = row[name]
@@ -36,14 +37,12 @@ def documents(table: pa.Table, *, tokens: bool = True) -> Iterator[dict[str, Any
 
 def with_messages(table: pa.Table, *, tokens: bool = True) -> pa.Table:
     """A rollouts table with a column `messages` in front; content that is not text is JSON there."""
-    rows = table.select([*_SAID]).to_pylist()
     messages = [
         [
-            *({"role": item["role"], "content": _as_text(item.get("content"))} for item in _messages(prompt)),
-            {"role": "assistant", "content": row["response"]},
+            {"role": item["role"], "content": escape(_as_text(item.get("content")))[0]}
+            for item in [*_messages(from_json(row["prompt"])), *said_after(from_json(row["metadata"]), row["response"])]
         ]
-        for row in rows
-        for prompt in [from_json(row["prompt"])]
+        for row in table.select([*_SAID, "metadata"]).to_pylist()
     ]
     left = table if tokens else table.drop_columns(TOKEN_COLUMNS)
     return left.add_column(0, "messages", pa.array(messages, _MESSAGES)).replace_schema_metadata(None)

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 import uuid
@@ -174,6 +175,24 @@ def remove_folder(uri: str) -> None:
     fs, path = filesystem(uri)
     if fs.exists(path):
         fs.rm(path, recursive=True)
+
+
+def link_folder(uri: str, target: str) -> bool:
+    """Give a local folder a second name, under which it stays when the first is removed; its files take no more room.
+
+    False when it is gone, or its file system has no links.
+    """
+    path = Path(target)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(uri, temporary, copy_function=os.link)
+        os.rename(temporary, path)
+    except (OSError, shutil.Error):
+        return path.exists()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return True
 
 
 def canonical_json(value: Any) -> str:

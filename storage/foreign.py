@@ -12,6 +12,7 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from milepost.storage import files
+from milepost.storage.conversation import said_after
 from milepost.storage.messages import Messages
 from milepost.storage.prompt_source import BadLine, parse_line
 
@@ -56,7 +57,7 @@ class ForeignSample(BaseModel):
     loss_mask: list[Literal[0, 1]] | None = None
     rollout_logprobs: list[FiniteFloat] | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
-    status: Literal["completed", "truncated", "aborted", "invalid"] | None = None
+    status: Literal["completed", "truncated", "aborted", "invalid", "interrupted"] | None = None
     weight_version: Whole | None = None
     weight_version_min: Whole | None = None
     weight_version_max: Whole | None = None
@@ -72,9 +73,24 @@ class ForeignSample(BaseModel):
         return str(self.messages[-1]["content"])
 
     @property
+    def said(self) -> Messages:
+        """What the response tokens are of: the answer, or the conversation that the metadata tell in the same words."""
+        if self.response_token_ids is None:
+            return self.messages[-1:]
+        talk = said_after(self.metadata or {}, self.response)
+        last = self.messages[-len(talk) :]
+        is_told = [message.get("content") for message in talk] == [message["content"] for message in last]
+        return last if is_told and len(last) < len(self.messages) else self.messages[-1:]
+
+    @property
+    def before(self) -> Messages:
+        """The messages of the prompt."""
+        return self.messages[: -len(self.said)]
+
+    @property
     def asked(self) -> str | Messages:
         """The prompt: its messages, or its text."""
-        before = self.messages[:-1]
+        before = self.before
         is_text = isinstance(self.prompt, str) and before == [{"role": "user", "content": self.prompt}]
         return str(self.prompt) if is_text else before
 

@@ -110,6 +110,20 @@ def check_fence(run_uri: str, fence: int) -> None:
     raise LeaseLost(f"claim {fence} on {run_uri} is lost, {taken}: end this process, nothing more of it is stored")
 
 
+def note(run_uri: str, fence: int, word: str) -> None:
+    """Leave a word beside a claim for whoever asks how the run stands: it is for people, and no reason to fail."""
+    try:
+        files.publish_json(_lease_uri(run_uri, fence, "note"), {"says": word}, overwrite=True)
+    except OSError as error:
+        _log.warning("%r is not noted beside claim %d on %s: %s", word, fence, run_uri, error)
+
+
+def noted(run_uri: str) -> str:
+    """The last word beside the newest claim, empty when there is none."""
+    uri = _lease_uri(run_uri, newest_fence(run_uri), "note")
+    return str(files.read_json(uri)["says"]) if files.exists(uri) else ""
+
+
 def is_released(run_uri: str, fence: int) -> bool:
     """Whether the owner of a claim has given it back in order."""
     return files.exists(_lease_uri(run_uri, fence, "released"))

@@ -32,11 +32,36 @@ class ModelSection(Section):
     """Longest prompt plus response in tokens; longer prompts are set aside and counted."""
 
 
+class DataSet(Section):
+    """One prompt set of several. What is empty here is as in the data section."""
+
+    path: str
+    """Prompt set; `path@[a:b]` takes a slice of its rows."""
+    name: str = ""
+    """What it is called in tables; the name of its file when empty."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the prompts of every step, relative to the weights of the other sets."""
+    reward: str = ""
+    """Reward of its prompts, unless their metadata name another; that of the reward section when empty."""
+    system_prompt: str = ""
+    """System message of its prompts that have none."""
+    input_key: str = ""
+    """Column with the prompt."""
+    label_key: str = ""
+    """Column with what the reward compares against."""
+    metadata_key: str = ""
+    """Column with a JSON object that rewards and rollout functions may read."""
+    tools_key: str = ""
+    """Column with the definitions of the tools that a prompt may use."""
+
+
 class DataSection(Section):
     """Which prompts, and how many of them a step takes."""
 
     path: str = ""
-    """JSONL or Parquet prompt set; `path@[a:b]` takes a slice of its rows."""
+    """JSONL or Parquet prompt set, or a folder that `datasets` has saved; `path@[a:b]` takes a slice of its rows."""
+    sets: list[DataSet] = []
+    """Several prompt sets, in place of `path`: every step has of each its share by weight."""
     rollouts: str = ""
     """Name of a run beside this one to train on: its stored samples and scores are taken step by step, none is made."""
     input_key: str = "prompt"
@@ -45,8 +70,14 @@ class DataSection(Section):
     """Column with what the reward compares against; may be absent."""
     metadata_key: str = "metadata"
     """Column with a JSON object that rewards and rollout functions may read; may be absent."""
+    tools_key: str = "tools"
+    """Column with a list of tool definitions that the chat template shows to the model; may be absent."""
+    system_prompt: str = ""
+    """System message of the prompts that have none; needs the chat template."""
     apply_chat_template: bool = True
     """Render prompts through the tokenizer's chat template; strings become one user message."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt, rendered; longer ones are set aside and counted. Empty for what the context has room for."""
     on_bad_line: Literal["stop", "quarantine"] = "stop"
     """What a malformed line does: stop with file and line, or move to a side file and be counted."""
     shuffle: bool = True
@@ -65,7 +96,7 @@ class RolloutSection(Section):
     function: str = "single_turn"
     """Rollout function: a built-in, an entry point, or `pkg.mod:fn`."""
     max_new_tokens: PositiveInt = 256
-    """Longest response in tokens."""
+    """Longest response in tokens; of `multi_turn`, all that the model says in a sample."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer computes log-probabilities at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -80,6 +111,43 @@ class RolloutSection(Section):
     """Requests in flight per shard."""
     timeout_seconds: PositiveFloat = 600.0
     """Deadline of one generation request."""
+    submission: Literal["sample", "group"] = "sample"
+    """What takes a free place among the requests in flight: the next sample, or a whole group once there is room."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Prompts a round takes. With more than `data.rollout_batch_size`, generation ends once enough groups are kept.
+
+    What still runs is aborted in the engines, and the groups that were not finished come first in the next step.
+    """
+    partial: bool = False
+    """Responses that were aborted so go on where they stopped, instead of starting again; for `single_turn`."""
+    mask_older_tokens: bool = False
+    """Do not train on the tokens of such a response that older weights made; loss_mask is 0 for them."""
+    tools: list[str] = []
+    """Functions as `pkg.mod:fn`, with type hints and a docstring, that `multi_turn` lets the model call."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How the model writes a call; `auto` is as its chat template teaches.
+
+    With `hermes` a template that has no place for tools gets them in the system message.
+    """
+    max_turns: PositiveInt = 8
+    """Answers of the model in one sample; a call in the last of them is not made."""
+    tool_timeout_seconds: PositiveFloat = 10.0
+    """Time limit for one call; past it the model is told so."""
+    tool_workers: PositiveInt = 1
+    """Processes that make calls."""
+    tool_network: bool = False
+    """Tools may use the network."""
+
+
+class RewardPart(Section):
+    """One reward of several whose weighted scores are added."""
+
+    name: str
+    """Reward: a built-in, an entry point, or `pkg.mod:fn`."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """What its score is multiplied by."""
+    options: dict[str, str | float | int | bool] = {}
+    """Keyword arguments for the reward."""
 
 
 class RewardSection(Section):
@@ -89,19 +157,33 @@ class RewardSection(Section):
     """Reward: a built-in, an entry point, or `pkg.mod:fn`."""
     options: dict[str, str | float | int | bool] = {}
     """Keyword arguments for the reward. A secret is best given as `env:NAME`, a variable of the environment."""
+    parts: list[RewardPart] = []
+    """Several rewards in place of `name`: the sum of their weighted scores, and null where one of them gives none."""
+    by_prompt: bool = True
+    """A prompt whose metadata names a reward, as `reward` or `rm_type`, is scored by that one with default options."""
     timeout_seconds: PositiveFloat = 10.0
-    """Time limit for one sample; past it the reward is null with reason `timeout`."""
+    """Time limit for one sample; past it the reward is null with reason `timeout`. A group has that for each."""
     workers: PositiveInt = 1
     """Grader processes."""
+    memory_bytes: Annotated[int, Field(ge=10**8)] = 4 * 1024**3
+    """Memory of a grader process; a reward that takes more gets an error, and the sample a null reward."""
+    network: bool = False
+    """Graders may use the network; `remote` and `judge` may always."""
 
 
 class FilterSection(Section):
     """Which groups are trained on."""
 
     group: str = "none"
-    """Group filter: `none`, `nonzero_std`, an entry point, or `pkg.mod:fn`."""
+    """Group filter: `none`, `nonzero_std`, `no_aborted`, `reward_range`, an entry point, or `pkg.mod:fn`."""
+    options: dict[str, str | float | int | bool] = {}
+    """Keyword arguments for the group filter, such as `low` and `high` of `reward_range`."""
+    sample: str = "none"
+    """Sample filter, which groups are filtered after: `none`, `not_truncated`, an entry point, or `pkg.mod:fn`."""
+    partial_groups: Literal["keep", "refill", "drop"] = "keep"
+    """A group with samples that cannot be trained on goes on without them, has lost ones made again, or is dropped."""
     max_rounds: PositiveInt = 1
-    """Rounds of sampling a step may take to collect enough kept groups."""
+    """Rounds of sampling a step may take to collect enough kept groups: the budget of dynamic sampling."""
     on_too_few: Literal["fail", "train_on_less", "skip_step"] = "train_on_less"
     """What happens when the rounds are used up and groups are missing."""
 
@@ -237,6 +319,12 @@ class EvalSection(Section):
     """Prompt set to evaluate on; empty for none."""
     every_steps: NonNegativeInt = 0
     """Evaluate every so many steps, before the first and after the last; 0 for never."""
+    spare_engine: bool = False
+    """Evaluate on one more rollout engine while the next steps go on: one evaluation at a time, the next waits for it.
+
+    It needs `engines.gpus_per_engine` GPUs of its own. Stop rules, alerts and the best checkpoint learn of a score some
+    steps later. Weights that `sync.transport` sends without a full folder are written to one for it.
+    """
     max_new_tokens: PositiveInt | None = None
     """Longest response in tokens; the rollout's when empty."""
     n_samples_per_prompt: PositiveInt = 1
@@ -295,7 +383,7 @@ class TrackingSection(Section):
     """Record runs in MLflow."""
 
 
-READ_ONCE = ("model.path", "data.path", "eval.path")
+READ_ONCE = ("model.path", "data.path", "data.sets.path", "eval.path")
 """What is read when a run begins, and stored."""
 
 

@@ -24,7 +24,8 @@ _IN_URLS = frozenset("sig signature".split())
 # Words that hide something, unless the word before or after them says what else they are: `label_key`, `token_id`.
 _UNLESS_AFTER = {
     "key": frozenset(
-        "answer cache column group id input label metadata metric output primary prompt public response sort".split()
+        "answer cache column group id input label metadata metric output primary prompt public response sort "
+        "tools".split()
     ),
     "token": frozenset(
         "begin bos end eos first image last mask max min next pad per special start stop think unk".split()

@@ -46,7 +46,7 @@ _ROLLOUTS = [
     _required("loss_mask", pa.list_(pa.uint8())),  # per response token: 1 is trained
     pa.field("rollout_logprobs", _FLOATS),  # per response token, at the sampling temperature; null: not known
     pa.field("finish_reason", pa.string()),  # stop, length, abort; null: not known
-    _required("status", pa.string()),  # completed, truncated, aborted, invalid
+    _required("status", pa.string()),  # completed, truncated, aborted, invalid, interrupted
     pa.field("weight_version_min", pa.int64()),
     pa.field("weight_version_max", pa.int64()),
     pa.field("weights_digest", pa.string()),

@@ -9,17 +9,21 @@ from typing import Any
 
 from milepost.storage import attempts, checkpoints, files, purges, retention, runs, stops
 from milepost.storage.batch_plan import batch_plan
+from milepost.storage.carried import round_size
 from milepost.storage.evaluated import evaluated
 from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
 from milepost.storage.parent import course_of, parent_run
+from milepost.storage.prompt_mixture import shares_of
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef
+from milepost.storage.taught import came_of, go_on_with, taught
 from milepost.storage.verify_evaluation import check_evaluation
 from milepost.storage.verify_prompts import check_epochs
 from milepost.storage.verify_purges import check_purges
 from milepost.storage.verify_step import RunFacts, Settings, StepFindings, check_step
 from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, base_name, load_json, load_table
+from milepost.storage.verify_taught import check_learnt
 
 CHUNK = 25
 """Steps that a process checks before it reports; a run of fewer than two chunks is checked in this one."""
@@ -55,8 +59,14 @@ def verify(folder: RunFolder, *, workers: int | None = None, advance: Advance | 
         return result
     of = evaluated(record)
     if of is not None:
-        _add_evaluation(result, check_evaluation(folder, record, of))
+        made = check_evaluation(folder, record, of)
+        goes_on = f"the evaluation is not finished: `milepost resume {folder.run_id}` goes on with it"
+        _add_own_kind(result, [made], "" if made.finished else goes_on)
         _add_purges(result, folder)
+        return result
+    if taught(record):
+        learnt = [check_learnt(folder, step) for step in stored_steps(folder)]
+        _add_own_kind(result, learnt, "" if came_of(folder) else f"it has not ended: {go_on_with(folder)}")
         return result
     facts = _facts(folder, record)
     steps = stored_steps(folder)
@@ -117,13 +127,16 @@ def _facts(folder: RunFolder, record: RunRecord) -> RunFacts:
         digests,
         course_of(record),
         imported=origin_of(record) is not None,
+        shares=shares_of(record.data),
         begun_purges=frozenset(name for purge in purges.unfinished(folder.uri) for name in purge.prompts),
     )
 
 
 def _settings(parameters: Parameters) -> Settings:
     data = parameters.data
-    return Settings(batch_plan(parameters), data.seed, data.shuffle, parameters.filter.on_too_few)
+    plan = batch_plan(parameters)
+    size = round_size(parameters, plan.rollout_batch_size)
+    return Settings(plan, data.seed, data.shuffle, parameters.filter.on_too_few, size)
 
 
 def check_steps(facts: RunFacts, steps: list[int]) -> list[StepFindings]:
@@ -165,12 +178,12 @@ def _add_steps(result: Verification, facts: RunFacts, found: list[StepFindings])
         result.notes.append(f"{orphans} tables are named by no commit: what led to another table, or was cut short")
 
 
-def _add_evaluation(result: Verification, found: StepFindings) -> None:
-    result.steps, result.samples = int(found.finished), found.samples
-    result.tables += found.tables
-    result.faults += found.faults
-    if not found.finished:
-        result.notes.append(f"the evaluation is not finished: `milepost resume {result.run}` goes on with it")
+def _add_own_kind(result: Verification, found: list[StepFindings], left: str) -> None:
+    """The steps of a run of another kind; `left` is what has to be done before it is whole, empty when it is."""
+    result.steps, result.samples = sum(item.finished for item in found), sum(item.samples for item in found)
+    result.tables += sum(item.tables for item in found)
+    result.faults += [fault for item in found for fault in item.faults]
+    result.notes += [left] if left else []
 
 
 def _add_purges(result: Verification, folder: RunFolder) -> None:

@@ -1,18 +1,21 @@
 """What must hold in every row of a step's rollouts, and from one stage to the next."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from milepost.storage.carried import INTERRUPTED
 from milepost.storage.schema import ROLLOUTS, STAGE_COLUMNS
 from milepost.storage.verify_tables import WRITTEN_SO, Fault, Stack
 
 VERSION_DIGITS = 16
 """Digits of a weights digest that a sample is stamped with."""
 
-_STATUSES = pa.array(["completed", "truncated", "aborted", "invalid"])
+_STATUSES = pa.array(["completed", "truncated", "aborted", "invalid", INTERRUPTED])
+_UNSTAMPED = pa.array(["aborted", "invalid", INTERRUPTED])
 _REASONS = pa.array(["stop", "length", "abort", None])
 
 
@@ -90,8 +93,11 @@ def check_groups(rows: Stack, prompts: dict[str, str], size: int, *, exact: bool
     return faults
 
 
-def check_versions(rows: Stack, version: str) -> list[Fault]:
-    """Every sample that was not aborted is stamped with the weights `version`, as STEP-DIGEST."""
+def check_versions(rows: Stack, version: str, carried: Collection[str] = ()) -> list[Fault]:
+    """Every sample is stamped with the weights `version`, as STEP-DIGEST, but for those that came to nothing.
+
+    Those of groups that were `carried` over began with older ones.
+    """
     table = rows.table
     if not table.num_rows:
         return []
@@ -104,7 +110,8 @@ def check_versions(rows: Stack, version: str) -> list[Fault]:
     wrong = stamps[0]
     for stamp in stamps[1:]:
         wrong = pc.or_(wrong, stamp)
-    live = pc.not_equal(table["status"], "aborted")
+    begun_before = pc.is_in(table["group_id"], pa.array(sorted(carried), pa.string()))
+    live = pc.invert(pc.or_(pc.is_in(table["status"], _UNSTAMPED), begun_before))
     mask = pc.and_(pc.fill_null(wrong, True), live)
     return rows.flagged(mask, f"is stamped with other weights than {step}-{digest[:VERSION_DIGITS]}, the step's own")
 

@@ -7,11 +7,13 @@ from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan
 from milepost.storage.manifest import StepManifest
 from milepost.storage.parent import taken_from
+from milepost.storage.prompt_mixture import Share
 from milepost.storage.runs import RunFolder
 from milepost.storage.stages import WHOLE, Course
 from milepost.storage.tables import TableRef
 from milepost.storage.verify_batches import check_batches, check_results
-from milepost.storage.verify_prompts import Served, check_served
+from milepost.storage.verify_carried import carried_here, check_carried
+from milepost.storage.verify_prompts import Place, Served, check_served
 from milepost.storage.verify_samples import check_groups, check_kept, check_rows, check_stage, check_versions
 from milepost.storage.verify_stored import SHARDED, Entry, SlotKey, StoredStep, read_entries, read_tables
 from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, Stack, base_name, load_json, stack
@@ -28,6 +30,7 @@ class Settings:
     seed: int
     shuffle: bool
     on_too_few: str
+    round_size: int
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,15 @@ class RunFacts:
     course: Course = WHOLE
     imported: bool = False
     """Its samples were made elsewhere: by unknown weights, in groups of any size up to the stated one."""
+    shares: tuple[Share, ...] = ()
+    """The prompt sets of a mixture."""
     begun_purges: frozenset[str] = frozenset()
     """Prompts whose purge was killed before its end."""
 
 
 @dataclass
 class StepFindings:
-    """What was found in a step. `served` holds (epoch, row) of every prompt it served; a fault may empty the rest."""
+    """What was found in a step. `served` has the place of every prompt it served; a fault may empty the rest."""
 
     step: int
     finished: bool
@@ -56,7 +61,7 @@ class StepFindings:
     orphans: list[str] = field(default_factory=list)
     tables: int = 0
     samples: int = 0
-    served: list[tuple[int, int]] = field(default_factory=list)
+    served: list[Place] = field(default_factory=list)
 
 
 def check_step(facts: RunFacts, step: int) -> StepFindings:
@@ -169,7 +174,7 @@ def _check_contents(facts: RunFacts, stored: StoredStep, findings: StepFindings)
     newest = stored.newest()
     findings.served, findings.samples = served.places, newest.table.num_rows
     findings.faults += faults + check_rows(newest, facts.folder.run_id, stored.step)
-    findings.faults += check_taken(facts.folder, stored)
+    findings.faults += check_taken(facts.folder, stored) + check_carried(facts.folder, stored)
     findings.faults += _check_shards(stored) + check_kept(stored.stack("filter")) + _check_stamps(stored, newest)
     if stored.manifest is not None:
         findings.faults += _check_accounting(facts, stored, served)
@@ -205,9 +210,10 @@ def _with_settings(facts: RunFacts, stored: StoredStep, settings: Settings) -> t
         cursor,
         facts.folder.prompts(base_name(facts.prompts.uri)),
         step=stored.step,
-        count=settings.plan.rollout_batch_size,
+        count=settings.round_size,
         seed=settings.seed,
         shuffle=settings.shuffle,
+        shares=facts.shares,
     )
     if stored.manifest and served.cursor != stored.manifest["cursor"]:
         file = files.join(stored.uri, "manifest.json")
@@ -238,13 +244,14 @@ def _check_shards(stored: StoredStep) -> list[Fault]:
 
 def _check_stamps(stored: StoredStep, rows: Stack) -> list[Fault]:
     """Samples are of the weights that the step began with, or of those that generated what was taken, if known."""
+    carried = carried_here(stored)
     records = [stored.entries[slot]["record"] for slot in stored.slots("generate")]
     if records and (taken := taken_from(records[0])):
-        return check_versions(rows, taken.version) if taken.version else []
+        return check_versions(rows, taken.version, carried) if taken.version else []
     version = (
         stored.manifest["version_in"] if stored.manifest else stored.before["version_out"] if stored.before else ""
     )
-    return check_versions(rows, version) if version else []
+    return check_versions(rows, version, carried) if version else []
 
 
 def _check_accounting(facts: RunFacts, stored: StoredStep, served: Served) -> list[Fault]:

@@ -12,7 +12,8 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
 from milepost.storage.stages import STAGES, Course, Stage
 from milepost.storage.tables import TableRef, read_table
-from milepost.tasks.filter import filter_rollouts, is_trained, kept_groups
+from milepost.tasks.filter import filter_rollouts, is_trained
+from milepost.tasks.filters import kept_groups
 from milepost.tasks.generate import Shard
 from milepost.tasks.optimize import batch_refs, optimize_policy
 from milepost.tasks.score import score_rollouts

@@ -70,8 +70,8 @@ def test_the_classes_of_an_epoch_sum_to_its_prompts(tmp_path: Path) -> None:
     found = epoch_accounting(make_run(str(tmp_path), 4, prompts=10).folder)
     aside = {"too_long": 2, "malformed": 1}
     assert found == {
-        0: {"filtered: zero_std": 2, "trained": 8, **aside, "prompts": 13},
-        1: {"filtered: zero_std": 2, "trained": 4, "pending": 4, **aside, "prompts": 13},
+        ("", 0): {"filtered: zero_std": 2, "trained": 8, **aside, "prompts": 13},
+        ("", 1): {"filtered: zero_std": 2, "trained": 4, "pending": 4, **aside, "prompts": 13},
     }
     for counts in found.values():
         assert sum(count for name, count in counts.items() if name != "prompts") == counts["prompts"]
@@ -86,7 +86,7 @@ def test_a_step_in_several_epochs_is_counted_in_each(tmp_path: Path) -> None:
 def test_a_step_that_is_not_finished_leaves_its_prompts_pending(tmp_path: Path) -> None:
     made = make_run(str(tmp_path), 2, prompts=8)
     Path(made.folder.manifest(1)).unlink()
-    assert epoch_accounting(made.folder)[0]["pending"] == 4
+    assert epoch_accounting(made.folder)["", 0]["pending"] == 4
 
 
 def test_a_run_without_a_step_has_no_epoch(tmp_path: Path) -> None:

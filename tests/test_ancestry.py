@@ -11,8 +11,9 @@ from milepost.flows.lineage import answer, as_json, show
 from milepost.flows.lineage_picture import escaped, mermaid
 from milepost.storage import files, manifest, runs
 from milepost.storage.ancestry import Ancestry, ancestry
-from milepost.storage.begun import SFT_RECORD, Origin
+from milepost.storage.begun import Origin
 from milepost.storage.runs import RunFolder
+from milepost.storage.taught import SFT_RECORD
 from milepost.storage.touches import touches
 
 from .bench.made_run import MadeRun, make_run

@@ -25,6 +25,22 @@ def test_a_fake_trainer_has_no_weights_for_a_real_engine(rollout: str) -> None:
         check_engines(parameters(engines={"train": "fake", "rollout": rollout}))
 
 
+@pytest.mark.parametrize(
+    ("section", "urls", "message"),
+    [
+        ({}, [], "is on and nothing is evaluated: set eval.every_steps, or turn it off"),
+        ({"every_steps": 2}, ["http://a"], "engines.sglang_urls names servers that run already, beside which none"),
+    ],
+)
+def test_a_spare_engine_that_cannot_be_or_has_nothing_to_do_is_refused(
+    section: dict[str, Any], urls: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_engines(
+            parameters(eval={"spare_engine": True, **section}, engines={"rollout": "sglang", "sglang_urls": urls})
+        )
+
+
 def test_engines_that_go_together_are_taken() -> None:
     check_engines(parameters(engines={"train": "fake", "rollout": "fake"}, sync={"transport": "delta"}))
     check_engines(parameters(engines={"train": "megatron", "rollout": "fake"}))

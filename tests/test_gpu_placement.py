@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from milepost.engines.gpu_placement import check_gpus, slots
-from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
+from milepost.storage.parameters import EnginesSection, EvalSection, ModelSection, Parameters, PerfSection
 
 
 def parameters(*, colocate: bool, urls: tuple[str, ...] = ()) -> Parameters:
@@ -22,6 +22,17 @@ def test_engines_come_after_the_trainer_or_on_the_same_gpus() -> None:
 def test_engines_elsewhere_and_engines_on_the_cpu_need_no_gpu() -> None:
     assert slots(parameters(colocate=False, urls=("http://a", "http://b"))).count == 2
     assert slots(Parameters(engines=EnginesSection(train="fake"))).count == 0
+
+
+def test_a_spare_engine_has_gpus_that_nobody_else_has_or_is_refused() -> None:
+    spare = {"eval": EvalSection(every_steps=2, spare_engine=True)}
+    shared, apart = (parameters(colocate=found).model_copy(update=spare) for found in (True, False))
+    assert (slots(shared).spare, slots(apart).spare) == ([4, 5], [6, 7])
+    with pytest.raises(ValueError, match=r"eval.spare_engine needs 6 GPUs, 4 for trainer .* there are 4: turn it off"):
+        check_gpus(shared, 4)
+    one = Parameters(perf=PerfSection(colocate=True), engines=EnginesSection(rollout="sglang"), **spare)
+    with pytest.raises(ValueError, match="needs 2 GPUs, 1 for trainer and rollout engines and 1 for itself"):
+        check_gpus(one, 1)
 
 
 def test_too_few_gpus_say_how_many_and_which_knobs() -> None:

@@ -16,10 +16,10 @@ from milepost.flows.report_delivery import report_now
 from milepost.flows.tracker import Tracker
 from milepost.flows.train import train
 from milepost.storage import manifest, runs
-from milepost.storage.begun import SFT_RECORD
 from milepost.storage.lineage import PARENT_MODEL, sqlite_uri
 from milepost.storage.outbox import Courier, Outbox, Record
 from milepost.storage.tables import TableRef, read_table
+from milepost.storage.taught import SFT_RECORD
 
 from .bench.made_run import MadeRun, make_run
 from .test_train_fake import parameters, sections, trained

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from milepost.engines.digest import weights_digest
 from milepost.engines.model_source import resolve_model
 from milepost.engines.tiny_model import Family, write_tiny_model
-from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
+from milepost.engines.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -158,6 +158,28 @@ def test_a_tokenizer_without_chat_template_takes_strings_and_refuses_messages(tm
     assert tokenizer.render("1+2=") == tokenizer.encode("1+2=")
     with pytest.raises(ValueError, match="no chat template to render messages with: give prompts as strings"):
         tokenizer.render([{"role": "user", "content": "1"}])
+
+
+def with_template(folder: Path, template: str) -> Tokenizer:
+    model = write_model(folder)
+    Path(model, "chat_template.jinja").write_text(template)
+    return load_tokenizer(model)
+
+
+def test_tools_are_in_the_prompt_where_the_chat_template_shows_them(tmp_path: Path) -> None:
+    shows = "{% for tool in tools or [] %}{{ tool.name }}=\n{% endfor %}{{ messages[0].content }}"
+    tokenizer = with_template(tmp_path / "a", shows)
+    assert tokenizer.decode(tokenizer.render("1+2", [{"name": "abc"}])) == "abc=\n1+2"
+    assert tokenizer.decode(tokenizer.render("1+2")) == "1+2"
+    silent = with_template(tmp_path / "b", "{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="the chat template does not show tools to the model: take them out"):
+        silent.render("1+2", [{"name": "abc"}])
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such role') }}", "{{ messages[0].content + '1' }}"])
+def test_what_a_chat_template_refuses_is_a_sentence(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ValueError, match="the chat template refuses it: "):
+        with_template(tmp_path, template).render([{"role": "user", "content": None}])
 
 
 def test_repeated_characters_and_missing_tokenizers_are_refused(tmp_path: Path) -> None:

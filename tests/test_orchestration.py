@@ -24,7 +24,8 @@ from milepost.storage.journal import JournalConflict, StepStore
 from milepost.storage.parameters import Parameters, RewardSection, RolloutSection
 from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import TableRef
-from milepost.tasks.generate import Sampling, Shard, generate_rollouts
+from milepost.tasks.generate import Shard, generate_rollouts
+from milepost.tasks.sampling import Sampling
 from milepost.tasks.sync import SyncMismatch, load_into
 
 from .conftest import Prompts

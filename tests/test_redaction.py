@@ -24,7 +24,16 @@ SECRET_NAMES = [
     "awsSecretAccessKey",
 ]
 SECRET_NAMES += ["credential", "ssl_keyfile_password", "reward_api_key", "x_credentials", "key", "token", "id_token"]
-PLAIN_NAMES = ["max_tokens", "tokenizer", "tokens", "max_tokens_per_micro_batch", "input_key", "label_key", "monkey"]
+PLAIN_NAMES = [
+    "max_tokens",
+    "tokenizer",
+    "tokens",
+    "max_tokens_per_micro_batch",
+    "input_key",
+    "label_key",
+    "tools_key",
+    "monkey",
+]
 PLAIN_NAMES += ["eos_token", "eos_token_id", "speculative_token_map", "keyframes", "secretary", "answer_key", ""]
 
 # A secret that no mask, name or number can hold by chance.

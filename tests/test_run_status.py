@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from milepost.flows.claim import queued
 from milepost.flows.log_view import chosen
 from milepost.flows.run_detail import run_detail, stage_progress
 from milepost.flows.run_logs import logged
-from milepost.flows.run_status import RunStatus, all_statuses, finished_count, run_status
+from milepost.flows.run_status import PAUSED, RunStatus, all_statuses, finished_count, run_status
 from milepost.flows.status_view import detail_view, status_table
 from milepost.storage import attempts, files, lease
 from milepost.storage.journal import Slot, StepStore
@@ -47,6 +48,18 @@ def test_a_run_that_is_held_is_running_and_has_an_end_in_sight(made: MadeRun) ->
         assert found.state == "running" and found.step_seconds is not None
         assert found.eta_seconds == pytest.approx(97 * found.step_seconds)
     assert run_status(made.folder).state == "stopped"
+
+
+def test_a_run_that_waits_for_its_turn_is_queued_and_one_that_was_paused_on_its_page_is_paused(made: MadeRun) -> None:
+    with hold(made.folder) as held:
+        with queued(made.folder, held.fence):
+            assert run_status(made.folder).state == "queued"
+        assert run_status(made.folder).state == "running"
+        lease.note(made.folder.uri, held.fence, PAUSED)
+    assert run_detail(made.folder, "root").places["go on with"] == "milepost resume made --root root"
+    assert run_status(made.folder).state == "paused"
+    with hold(made.folder):
+        assert run_status(made.folder).state == "running"
 
 
 def test_a_run_whose_owner_is_silent_has_crashed(made: MadeRun) -> None:

@@ -10,11 +10,13 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings.models.server.services import ServerServicesDBVacuumSettings
 
 from milepost.flows import launches, service_state, services
 
@@ -255,3 +257,15 @@ def test_down_with_nothing_running_says_so() -> None:
     said: list[str] = []
     services.down(say=said.append)
     assert said == ["nothing runs"]
+
+
+def test_the_server_keeps_events_of_task_runs_for_minutes_and_all_others_for_days(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in launches.prefect_launch().environment.items():
+        if name.startswith("PREFECT_SERVER_SERVICES_DB_VACUUM"):
+            monkeypatch.setenv(name, value)
+    found = ServerServicesDBVacuumSettings()
+    soon = timedelta(seconds=launches.TASK_EVENT_SECONDS)
+    assert found.event_retention_overrides == dict.fromkeys(launches.TASK_EVENTS, soon)
+    assert found.loop_seconds == launches.TASK_EVENT_SECONDS and found.enabled_vacuum_types == {"events"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from milepost.flows.sql import as_rows, query
 from milepost.flows.start import Launched, begin_run
 from milepost.flows.train import train
 from milepost.storage import files, manifest, runs
+from milepost.storage.accounting import epoch_accounting
 from milepost.storage.journal import StepStore
 from milepost.storage.parameters import Parameters
 from milepost.storage.tables import TableRef, read_table
+from milepost.storage.verify import verify
 
 from .conftest import Prompts
 
@@ -100,13 +103,32 @@ def test_prompts_are_served_in_turn_over_the_steps_and_wrap(tmp_path: Path, mode
     assert sorted(served[12:]) == list(range(12))
 
 
+def test_several_sets_have_their_quotas_rewards_and_epochs(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+    """Six sums and two words a step: the second step begins the sums again."""
+    sets = [{"path": prompts(9), "name": "sums", "weight": 3}, {"path": prompts(5, name="b.jsonl"), "reward": "exact"}]
+    chosen = parameters(model_dir, "", f"data.sets={json.dumps(sets)}")
+    folder = trained("mixed", tmp_path, chosen, steps=2)
+    asked = "select step, dataset, count(distinct group_id), any_value(verdict->>'grader') from rollouts group by all"
+    found = as_rows(query([folder], f"{asked} order by all"))[1]
+    assert [row[:3] for row in found] == [
+        (step, name, size) for step in (0, 1) for name, size in (("b", 2), ("sums", 6))
+    ]
+    assert [row[3].partition("@")[0] for row in found[:2]] == ["exact", "tests.rewards_for_tests:parity"]
+    assert [(epoch, own["prompts"]) for epoch, own in epoch_accounting(folder).items()] == [
+        (("b", 0), 5),
+        (("sums", 0), 9),
+        (("sums", 1), 9),
+    ]
+    assert verify(folder).faults == []
+
+
 def test_a_slow_shard_delays_no_other(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
     """One prompt generates slowly: the other shards are scored and filtered before its shard is generated."""
     chosen = parameters(model_dir, prompts(8), "data.shuffle=false")
     folder = runs.run_folder(str(tmp_path), "overlap")
     launched = begin_run(str(tmp_path), folder, 1, chosen, fence=0)
     slow = read_table(TableRef(**launched.record.data["prompts"]))["prompt_token_ids"][5].as_py()[0]
-    engine_options = {"slow_token": slow, "slow_seconds": 0.4}
+    engine_options = {"slow_token": slow, "slow_seconds": 1.0}
     with fleet("overlap", chosen, model_dir, engine_options=engine_options) as engines:
         asyncio.run(_one_step(launched, engines, str(tmp_path)))
     done = {commit.slot: commit.committed_at for commit in StepStore(folder.step(0), "overlap", 0).commits()}
@@ -166,12 +188,16 @@ def test_a_full_disk_stops_the_run_in_one_sentence_and_leaves_nothing_half_writt
 
 
 def test_a_grader_that_hangs_or_raises_costs_only_its_samples(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
-    bad = ["reward.name=tests.rewards_for_tests:hang_or_raise", "reward.timeout_seconds=0.5"]
-    folder = trained("graders", tmp_path, parameters(model_dir, prompts(8), *bad, "data.shuffle=false"), steps=1)
+    """Of 40 samples 5 % hang and 5 % raise."""
+    bad = ["reward.name=tests.rewards_for_tests:hang_or_raise", "reward.timeout_seconds=0.5", "reward.workers=2"]
+    size = ["data.rollout_batch_size=20", "data.shuffle=false"]
+    folder = trained("graders", tmp_path, parameters(model_dir, prompts(20), *bad, *size), steps=1)
     asked = "select verdict->>'reason' as reason, count(*) from rollouts where reward is null group by 1 order by 1"
     columns, rows = as_rows(query([folder], asked))
     assert columns[0] == "reason"
     assert [(reason.split(":")[0], count) for reason, count in rows] == [("error", 2), ("timeout", 2)]
+    closed = manifest.load(folder, 0)
+    assert (closed.metrics["rollout/unscorable"], closed.accounting["served"]) == (4, 20)
 
 
 def test_the_report_shows_every_step(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:

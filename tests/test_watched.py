@@ -121,6 +121,13 @@ def test_an_alert_on_an_evaluation_is_told_at_the_step_of_it() -> None:
     assert [len(crossings(section, History(known[:count], held_out))) for count in (1, 2, 3)] == [0, 1, 0]
 
 
+def test_an_alert_on_an_evaluation_that_ended_steps_later_is_told_then() -> None:
+    section = AlertSection(bounds=[Bound(metric="eval/sums/mean", below=0.5), Bound(metric=KL, above=0.5)])
+    known, held_out = history(1.0, 1.0, 0.0).steps, {2: {"eval/sums/mean": 0.1}}
+    (found,) = crossings(section, History(known, held_out, late=frozenset([2])))
+    assert found.point == Point(2, 0.1)
+
+
 floats = st.floats(-5, 5) | st.just(math.nan)
 
 

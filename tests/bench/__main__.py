@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-# They run the demo, three times for a quarter of an hour the one and once the other: run them by themselves.
-SLOW = {"bench_demo.py", "bench_regrade.py"}
+# They run the demo, three times for a quarter of an hour the one and once the other, or a thousand steps: run them by
+# themselves.
+SLOW = {"bench_demo.py", "bench_regrade.py", "bench_pages.py"}
 
 
 def main() -> None:

@@ -66,11 +66,13 @@ def main() -> None:
                 [*command, "--no-worker"], check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL
             )
             print(f"deploy, {name}: {time.monotonic() - begun:.1f} s")
+        begun = time.monotonic()
         with open(folder / "log", "wb") as log:
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         try:
             while b"started!" not in (folder / "log").read_bytes():
                 time.sleep(0.1)
+            print(f"deploy, until its worker is ready: {time.monotonic() - begun:.1f} s")
             print(f"first stage: {first_stage_seconds(folder / 'runs'):.1f} s")
         finally:
             process.terminate()

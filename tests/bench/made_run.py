@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from milepost.storage.batch_plan import batch_plan
 from milepost.storage.checkpoints import CheckpointRef
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import Parameters
-from milepost.storage.prompt_order import Cursor, prompt_table, take
+from milepost.storage.prompt_mixture import Share, serve, shares_entry
+from milepost.storage.prompt_order import Cursor, prompt_table
 from milepost.storage.provenance import Provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.schema import PROMPTS, ROLLOUTS, from_rows
@@ -31,6 +33,7 @@ class MadeRun:
     folder: RunFolder
     parameters: Parameters
     prompts: pa.Table
+    shares: tuple[Share, ...] = ()
 
     def step(self, step: int) -> Path:
         return Path(self.folder.step(step))
@@ -46,9 +49,16 @@ def version(step: int) -> WeightVersion:
 
 
 def begin_run(
-    root: str, *, prompts: int = 12, groups: int = 4, samples: int = 2, tokens: int = 5, shards: int = 2
+    root: str,
+    *,
+    prompts: int = 12,
+    groups: int = 4,
+    samples: int = 2,
+    tokens: int = 5,
+    shards: int = 2,
+    shares: Sequence[Share] = (),
 ) -> MadeRun:
-    """A run that has no step yet."""
+    """A run that has no step yet. With `shares` its prompts are those of several sets."""
     folder = runs.run_folder(root, "made")
     parameters = Parameters.model_validate(
         {
@@ -58,7 +68,10 @@ def begin_run(
             "filter": {"group": "nonzero_std"},
         }
     )
-    table = from_rows([_prompt(row) for row in range(prompts)], PROMPTS)
+    rows = [(share.name, row) for share in shares for row in range(share.rows)] or [
+        ("d", row) for row in range(prompts)
+    ]
+    table = from_rows([_prompt(*row) for row in rows], PROMPTS)
     ref = write_table(folder.prompts("train"), table, PROMPTS)
     nothing = files.digest_of(b"")
     record = RunRecord(
@@ -67,18 +80,18 @@ def begin_run(
         parameters=parameters,
         parameters_digest=runs.parameters_digest(parameters),
         provenance=Provenance("", "", [], nothing),
-        data={"prompts": asdict(ref), "eval": None, "too_long": 2, "bad_lines": 1},
+        data={"prompts": asdict(ref), "eval": None, "too_long": 2, "bad_lines": 1, **shares_entry(shares)},
         model={"path": "", "folder": str(Path(__file__).parent), "config": {}},
     )
     runs.create(folder, record)
-    return MadeRun(folder, parameters, table)
+    return MadeRun(folder, parameters, table, tuple(shares))
 
 
-def _prompt(row: int) -> dict[str, object]:
+def _prompt(dataset: str, row: int) -> dict[str, object]:
     return {
-        "prompt_id": f"{row:032x}",
+        "prompt_id": f"{row:032x}" if dataset == "d" else files.digest_of(f"{dataset} {row}".encode())[:32],
         "group_id": "",
-        "dataset": "d",
+        "dataset": dataset,
         "row": row,
         "epoch": 0,
         "prompt": f'"{row}+1="',
@@ -93,7 +106,9 @@ def add_step(made: MadeRun, step: int, **changed: dict[str, Any]) -> None:
     store = StepStore(made.folder.step(step), "made", step)
     plan = batch_plan(made.parameters)
     before = manifest.load(made.folder, step - 1).cursor if step else {}
-    picks, cursor = take(plan.rollout_batch_size, Cursor(**before), size=made.prompts.num_rows, seed=7)
+    picks, cursor = serve(
+        plan.rollout_batch_size, Cursor(**before), size=made.prompts.num_rows, seed=7, shares=made.shares
+    )
     served = prompt_table(made.prompts, picks, step=step, round_=0)
     _commit(store, Slot("sample"), {"prompts": served}, PROMPTS, record={"cursor": asdict(cursor)})
     shards = made.parameters.rollout.shards
@@ -130,7 +145,7 @@ def _shard(
     scored = _scored(generated)
     scored = _changed(scored, changed.get("score", {}))
     _commit(store, Slot("score", 0, shard), {"rollouts": scored}, ROLLOUTS)
-    filtered = _changed(filter_table(scored, parameters.filter.group), changed.get("filter", {}))
+    filtered = _changed(filter_table(scored, parameters.filter), changed.get("filter", {}))
     _commit(store, Slot("filter", 0, shard), {"rollouts": filtered}, ROLLOUTS)
     return filtered
 

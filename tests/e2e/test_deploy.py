@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Scheduled, State
 
 from milepost.flows.automations import ensure_evaluation
+from milepost.flows.run_status import run_status
 from milepost.storage import manifest, runs
 from milepost.storage.evaluated import evaluated
 from milepost.storage.runs import RunFolder
@@ -124,6 +125,7 @@ def test_a_paused_run_gives_its_engines_back_and_resumes_where_it_stopped(site: 
     paused = State(type=StateType.PAUSED, name="Suspended", state_details=details)
     site.client.set_flow_run_state(flow_run, paused, force=True)
     assert within(30, lambda: not living(started)) and site.state(flow_run) == "Suspended"
+    assert run_status(folder).state == "paused"
     done = len(manifest.finished_steps(folder))
     site.client.resume_flow_run(flow_run)
     site.trained(flow_run, done + 2)

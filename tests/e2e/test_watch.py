@@ -86,6 +86,13 @@ def test_the_graph_of_a_step_is_the_dag(watched: Watched) -> None:
     assert found["sync-1"] == {"optimize"}
 
 
+def test_a_step_has_no_copy_of_the_parameters_which_are_with_the_run(watched: Watched) -> None:
+    steps = watched.ask("/flow_runs/filter", flow_runs={"parent_flow_run_id": {"any_": watched.flow_runs[:1]}})
+    (run,) = watched.ask("/flow_runs/filter", flow_runs={"id": {"any_": watched.flow_runs[:1]}})
+    assert [step["parameters"]["given"] for step in steps] == [{}, {}]
+    assert run["parameters"]["engines"]["train"] == "fake"
+
+
 def test_what_every_process_says_is_in_the_log_of_the_flow_run(watched: Watched) -> None:
     wanted = {"flow_run_id": {"any_": watched.flow_runs[:1]}}
     found = watched.ask("/logs/filter", logs=wanted, limit=200)

@@ -33,8 +33,9 @@ from milepost.storage.parameters import Parameters
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns, write_table
-from milepost.tasks.generate import Sampling, generate_table, sampling_params
+from milepost.tasks.generate import generate_table
 from milepost.tasks.samples import Prompt
+from milepost.tasks.sampling import Sampling, sampling_params
 from milepost.tasks.sync import push_weights
 
 TRANSPORTS = ("disk", "delta", "tensor", "distributed")

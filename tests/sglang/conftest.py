@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from milepost.engines.fleet import start_rollout
 from milepost.engines.rollout_actor import RolloutActor
+from milepost.engines.rollout_start import start_rollout
 from milepost.storage.parameters import EnginesSection, ModelSection, Parameters
 
 INSTALLED = Path(__file__).parents[2] / ".venv-sglang" / ".installed"

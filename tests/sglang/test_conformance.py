@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from milepost.engines.digest import weights_digest
-from milepost.engines.fleet import start_rollout
 from milepost.engines.protocols import Completion, PauseMode, WeightSource, WeightVersion
 from milepost.engines.rollout_actor import RolloutActor
-from milepost.router.client import parse_completion
+from milepost.engines.rollout_start import start_rollout
+from milepost.router.completions import parse_completion
 from milepost.storage.parameters import EnginesSection, Parameters
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]

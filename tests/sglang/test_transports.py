@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from milepost.engines.digest import weights_digest
-from milepost.engines.fleet import start_rollout
 from milepost.engines.protocols import PushReport, WeightVersion
 from milepost.engines.rollout_actor import RolloutActor
+from milepost.engines.rollout_start import start_rollout
 from milepost.engines.weight_carriers import open_carrier
 from milepost.engines.weight_exports import Exports
 from milepost.engines.weight_push import push_tensors
