@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	$(BIN)/milepost demo
 
 test: $(VENV)/.installed check types sglang
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -rs -m "slow and not long and not gpu" -n 2 --dist loadfile
 
 # Every command of the pages typed, the pages of a run opened in a browser, and all that a worker and its pages do.

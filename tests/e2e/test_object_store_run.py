@@ -76,6 +76,7 @@ def kill_and_move(case: Stored, last: str) -> None:
     shutil.rmtree(case.folder.workspace)
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_the_bucket_alone(tmp_path: Path, model_dir: str, prompts: str) -> None:
     settings = settings_of(model_dir, prompts, *FAKE, "checkpoint.every_steps=2", "checkpoint.keep_last=2")
     calm, stored = cases(tmp_path, settings, steps=4)

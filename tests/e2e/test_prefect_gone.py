@@ -149,6 +149,7 @@ def test_a_run_outlives_its_prefect_server_and_is_shown_again_once_it_is_back(se
     assert "Traceback" not in said and "ERROR" not in said and "Error logging" not in said
 
 
+@pytest.mark.long
 def test_a_killed_run_is_shown_as_crashed_once_it_is_resumed(server: Server, begin: Begin) -> None:
     command = begin(100_000, PREFECT_API_URL=server.url)
     assert command.has_done(2), command.log.read_text()
@@ -175,6 +176,7 @@ def test_a_run_whose_own_prefect_server_dies_ends_well(begin: Begin) -> None:
     assert "the run ended well; Prefect was not told" in said and "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_run_that_is_told_to_end_while_prefect_is_gone_ends_in_order(server: Server, begin: Begin) -> None:
     command = begin(100_000, PREFECT_API_URL=server.url)
     assert command.has_done(2), command.log.read_text()
