@@ -108,7 +108,7 @@ async def interrupted(folder: RunFolder, chosen: Parameters) -> None:
         await running
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("is_kept", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_steps_go_on_and_what_was_not_ended_is_made_up(
     is_kept: bool, pair: tuple[RunFolder, RunFolder], base: Path, model_dir: str, tmp_path: Path, waiting: Path
 ) -> None:
@@ -145,6 +145,7 @@ def test_a_spare_engine_that_dies_ends_no_run(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_embedded_spare_engine_gives_the_same_tokens_under_the_same_weights(
     base: Path, model_dir: str, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_run_survives_the_death_of_an_engine(tmp_path: Path, fake: Case, victi
     assert compare(fake, disturbed) == []
 
 
+@pytest.mark.long
 def test_real_engines_end_with_the_same_weights_after_a_kill(tmp_path: Path, fake: Case) -> None:
     """Checkpoints every two steps: after the kill a finished step and a committed stage are applied again."""
     settings = [setting for setting in fake.settings if not setting.startswith("engines.") or "threads" in setting]

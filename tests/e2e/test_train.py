@@ -120,7 +120,13 @@ def test_the_same_run_again_has_the_same_weights(run: RunFolder, tmp_path: Path,
     assert manifest.load(again, 1).version_out == manifest.load(run, 1).version_out
 
 
-@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", "data_parallel"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor_parallel",
+        *(pytest.param(split, marks=pytest.mark.long) for split in ("pipeline_parallel", "data_parallel")),
+    ],
+)
 def test_two_ranks_train_the_same_run(run: RunFolder, tmp_path: Path, model_dir: str, layout: str) -> None:
     split = trained("split", tmp_path, model_dir, f"model.{layout}=2", steps=1)
     found, expected = manifest.load(split, 0), manifest.load(run, 0)
