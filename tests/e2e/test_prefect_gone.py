@@ -135,6 +135,7 @@ def begin(tmp_path: Path, model_dir: str, prompts: Callable[..., str]) -> Iterat
             os.killpg(command.process.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_run_outlives_its_prefect_server_and_is_shown_again_once_it_is_back(server: Server, begin: Begin) -> None:
     command = begin(100_000, PREFECT_API_URL=server.url)
     assert command.has_done(2), command.log.read_text()
