@@ -22,7 +22,7 @@ REQUEST_SECONDS = 5.0
 LIMIT = 50  # flow runs looked at in one go, the newest first
 
 _OPEN = [StateType.RUNNING, StateType.CANCELLING]
-# A flow run that waits for its first or its next process is pending, or paused; what a dead one left so is its children.
+# One that waits for its first or its next process is pending or paused; what a dead one left so is its children.
 _UNFINISHED = [*_OPEN, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED]
 _log = logging.getLogger(__name__)
 
