@@ -9,8 +9,6 @@ from typing import Any
 from milepost.tasks.extraction import after_thinking, last_boxed
 from milepost.tasks.verdict import Sample
 
-PREFIX = "boxed_"
-
 
 def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
     """The reward, given the content of the last box after the thinking as the response; without a box, nothing.

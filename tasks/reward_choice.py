@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+BOXED = "boxed_"
+"""What the name of a reward of the last box begins with."""
 NETWORKED = ("remote", "judge")
 """The built-in rewards that ask somebody else."""
 
@@ -43,6 +45,11 @@ def single(name: str, options: Mapping[str, Any], *, network: bool = False) -> R
     return RewardChoice((Part(name, dict(options)),), network=network or asks_others(name))
 
 
+def unboxed(name: str) -> str:
+    """The NAME of `boxed_NAME`; one that begins so and is a `pkg.mod:fn` is that function's."""
+    return name if ":" in name else name.removeprefix(BOXED)
+
+
 def asks_others(name: str) -> bool:
     """Whether a built-in reward needs the network."""
-    return name.removeprefix("boxed_") in NETWORKED
+    return unboxed(name) in NETWORKED

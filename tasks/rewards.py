@@ -17,9 +17,8 @@ from typing import Any
 
 from milepost.engines.grader_process import START_SECONDS, Answer, Call, GraderProcess
 from milepost.storage.registry import load_dotted, nearest, resolve
-from milepost.tasks.boxed import PREFIX as BOXED
 from milepost.tasks.boxed import boxed
-from milepost.tasks.reward_choice import single
+from milepost.tasks.reward_choice import single, unboxed
 from milepost.tasks.verdict import Verdict
 
 GROUP = "milepost.rewards"
@@ -73,7 +72,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 def reward_function(name: str) -> str:
     """Where the code of the reward `name` is, as `pkg.mod:fn`. Imports nothing; LookupError for an unknown name."""
-    name = _unboxed(name)
+    name = unboxed(name)
     if name not in REWARDS and ":" not in name:
         installed = {point.name: point.value for point in entry_points(group=GROUP)}
         return str(resolve(name, {**REWARDS, **installed}, group=GROUP))
@@ -86,12 +85,7 @@ def get_reward(name: str) -> Reward:
     One whose first parameter is called `samples` takes a list of them, and returns a list.
     """
     reward: Reward = load_dotted(reward_function(name), group=GROUP)
-    return boxed(reward) if _unboxed(name) != name else reward
-
-
-def _unboxed(name: str) -> str:
-    """The NAME of `boxed_NAME`; one that begins so and is a `pkg.mod:fn` is that function's."""
-    return name if ":" in name else name.removeprefix(BOXED)
+    return boxed(reward) if unboxed(name) != name else reward
 
 
 def label_problem(name: str, label: Any, options: Mapping[str, Any]) -> str:
@@ -136,7 +130,7 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
 def grader_id(name: str) -> str:
     """`name@hash`: eight digits of the SHA-256 of the file that defines the reward, so that a changed one differs."""
     module = reward_function(name).partition(":")[0]
-    box = (_EXTRACTION, "milepost.tasks.boxed") if _unboxed(name) != name else ()
+    box = (_EXTRACTION, "milepost.tasks.boxed") if unboxed(name) != name else ()
     sources = b"".join(_source(name, part) for part in (module, *_PARTS.get(module, ()), *box))
     return f"{name}@{hashlib.sha256(sources).hexdigest()[:8]}"
 
