@@ -1,7 +1,6 @@
 """Evaluations on the engines of a run that trains: asked for through its folder, answered between two steps."""
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.tables import read_table
 from milepost.storage.verify import verify
 
+from .sums import write_sums
 from .test_train_fake import parameters, sections
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
@@ -38,11 +38,6 @@ class Shared:
 
     def beside(self, name: str) -> RunFolder:
         return runs.run_folder(self.root, name)
-
-
-def write_sums(path: Path, numbers: range) -> str:
-    path.write_text("".join(json.dumps({"prompt": f"{at}+1=", "label": str(at + 1)}) + "\n" for at in numbers))
-    return str(path)
 
 
 async def until(condition: Any) -> None:

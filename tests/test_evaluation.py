@@ -22,17 +22,13 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.verify import verify
 
 from .rewards_for_tests import GENERATED
+from .sums import write_sums
 from .test_purge import telling
 from .test_train_fake import parameters, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
 
 Evaluate = Callable[..., dict[str, Any]]
-
-
-def write_sums(path: Path, numbers: range) -> str:
-    path.write_text("".join(json.dumps({"prompt": f"{at}+1=", "label": str(at + 1)}) + "\n" for at in numbers))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Evaluation on a spare engine beside the steps: the same as between them, on fake engines and the embedded one."""
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
@@ -27,16 +26,12 @@ from milepost.storage.verify import verify
 from milepost.tasks.held_weights import spare_folder
 from tests.e2e.test_train import trained as really_trained
 
+from .sums import write_sums
 from .test_train_fake import parameters, sections, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
 
 SPARE = "eval.spare_engine=true"
-
-
-def write_sums(path: Path, numbers: range) -> str:
-    path.write_text("".join(json.dumps({"prompt": f"{at}+1=", "label": str(at + 1)}) + "\n" for at in numbers))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
