@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from milepost.engines import megatron_world
+from milepost.engines import cluster, megatron_world
 from milepost.engines.losses import get_loss
 from milepost.engines.megatron_batch import MicroBatch, Sample, loss_columns, micro_batch
 from milepost.engines.megatron_memory import Parked
@@ -76,8 +76,8 @@ class Trainer:
         self.size, self.variant, self.config, self.perf = size, variant, hf_config(size), perf
         chosen = VARIANTS[variant]
         shape, model = read_shape(self.config), ModelSection()
-        megatron_world.keep_to_loopback(megatron_world.LOOPBACK)
-        store = megatron_world.open_store(megatron_world.LOOPBACK, 1)
+        megatron_world.keep_to_loopback(cluster.LOOPBACK)
+        store = megatron_world.open_store(cluster.LOOPBACK, 1)
         megatron_world.join_world(store, rank=0, world=1, model=model)
         megatron_world.seed_streams(0)
         if not chosen.deterministic:
