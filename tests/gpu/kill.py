@@ -23,7 +23,7 @@ import psutil
 from commands import GRACE_SECONDS, leaving_nothing, run
 from learn import prompts
 from result_table import table
-from stored_runs import SGLANG, sglang_python, summary, train_command
+from stored_runs import SGLANG, last_words, sglang_python, summary, train_command
 
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import load_tokenizer, write_character_tokenizer
@@ -155,6 +155,8 @@ def one_case(name: str, root: Path, steps: int, settings: list[str], limit_secon
     begun = killer(folder, kill) if name in VICTIMS else None
     recipe = "" if (root / "model").exists() else "smollm2-gpu"
     ended = run(train_command(name, root, steps, settings, recipe=recipe), limit_seconds=limit_seconds, begun=begun)
+    if ended.exit_code or not ended.in_time:
+        (root / f"{name}_why.txt").write_bytes(last_words(folder))
     found = {"in_time": ended.in_time, "exit_code": ended.exit_code, "seconds": before["seconds"] + ended.seconds}
     found |= {"killed": kill.process or before["killed"], "generated": kill.generated or before["generated"]}
     found |= facts(folder)

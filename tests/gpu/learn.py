@@ -18,10 +18,8 @@ from typing import Any
 
 from commands import GRACE_SECONDS, leaving_nothing, run
 from result_table import table
-from stored_runs import SGLANG, logprob_differences, summary, train_command
+from stored_runs import SGLANG, last_words, logprob_differences, summary, train_command
 
-from milepost.engines.rollout_actor import engine_name
-from milepost.engines.sglang_server import log_file
 from milepost.flows.gym_data import make_reasoning_gym
 from milepost.flows.results import evaluations
 from milepost.storage import files, runs
@@ -32,7 +30,6 @@ from milepost.tasks.intervals import Z_95, wilson
 
 SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 SHOTS = 2
-LOG_BYTES = 60_000  # of the server's log, when the run did not end well
 RISE = ("rise", "low", "high", "mcnemar_p", "significant")
 REPORT_SECONDS = 20.0  # to check and sum up the run after its end
 TINY = [
@@ -90,11 +87,6 @@ def rise(before: list[bool], after: list[bool]) -> dict[str, Any]:
     }
 
 
-def stack_names(folder: RunFolder) -> list[str]:
-    """What every process was doing when a stage took too long, by step."""
-    return files.names(files.join(folder.uri, "stacks"))
-
-
 def accuracies(folder: RunFolder) -> dict[str, Any]:
     """Accuracy with its 95 % Wilson interval at every evaluation, and the rise from the first to the last."""
     found = {evaluation.step: answers(folder, evaluation.step) for evaluation in evaluations(folder)}
@@ -144,10 +136,8 @@ def main() -> int:
         }
         result |= summary(folder) | accuracies(folder) | {"logprob_differences": logprob_differences(folder)}
         Path(arguments.out, "learn.json").write_text(json.dumps(result, indent=1))
-        stacks = b"".join(files.read(files.join(folder.uri, "stacks", name)) for name in stack_names(folder))
-        server = log_file(engine_name("learn", 0)).read_bytes()[-LOG_BYTES:] if not arguments.tiny else b""
-        if stacks or ended.exit_code:
-            Path(arguments.out, "learn_why.txt").write_bytes(stacks + b"\n=== the SGLang server\n" + server)
+        if result["steps"] < arguments.steps or ended.exit_code:
+            Path(arguments.out, "learn_why.txt").write_bytes(last_words(folder))
     print(tables(result), *result["faults"], sep="\n", flush=True)
     return int(ended.exit_code != 0 or bool(result["faults"]))
 

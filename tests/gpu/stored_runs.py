@@ -15,6 +15,7 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table
 from milepost.storage.verify import verify
 
+LOG_BYTES = 60_000
 STAGES = ("generate", "score", "filter", "optimize", "sync")
 SGLANG = {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.4}
 _MILEPOST = [sys.executable, "-c", "from milepost.flows.cli import main; main()"]
@@ -64,6 +65,16 @@ def stage_shares(folder: RunFolder) -> dict[str, dict[str, float]]:
     seconds = {name: statistics.median(step.metrics.get(f"time/{name}", 0.0) for step in steps) for name in STAGES}
     seconds |= {"other": max(0.0, whole - sum(seconds.values())), "step": whole}
     return {name: {"seconds": taken, "share": taken / whole} for name, taken in seconds.items()}
+
+
+def last_words(folder: RunFolder) -> bytes:
+    """The stacks that were kept of late stages, and the end of every process's log."""
+    found = []
+    for kind in ("stacks", "logs"):
+        for name in files.names(files.join(folder.uri, kind)):
+            text = files.read(files.join(folder.uri, kind, name))
+            found.append(f"=== {kind}/{name}\n".encode() + text[-LOG_BYTES:])
+    return b"\n".join(found)
 
 
 def logprob_differences(folder: RunFolder) -> list[dict[str, float]]:

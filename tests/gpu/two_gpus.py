@@ -20,7 +20,7 @@ from commands import GRACE_SECONDS, leaving_nothing, run
 from kill import Kill, facts, killer
 from made_model import random_model
 from result_table import table
-from stored_runs import SGLANG, logprob_differences, sglang_python, train_command
+from stored_runs import SGLANG, last_words, logprob_differences, sglang_python, train_command
 
 from milepost.engines.sglang_flags import CPU_CORES
 from milepost.storage import manifest, runs
@@ -94,6 +94,8 @@ def one_case(case: str, root: Path, settings: list[str], arguments: argparse.Nam
     begun = killer(folder, kill) if case in KILLED else None
     own = [*settings, *CASES[case], *engine_settings(case, arguments), *arguments.settings]
     ended = run(train_command(case, root, arguments.steps, own), limit_seconds=limit, begun=begun)
+    if ended.exit_code or not ended.in_time:
+        Path(arguments.out, f"{case}_why.txt").write_bytes(last_words(folder))
     found = {"seconds": ended.seconds, "in_time": ended.in_time, "exit_code": ended.exit_code, "killed": kill.process}
     return found | facts(folder) | {"pushes": pushes(folder), "logprob_differences": logprob_differences(folder)}
 
