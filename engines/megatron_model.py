@@ -18,7 +18,8 @@ from torch.nn.functional import silu
 
 from milepost.engines.megatron_attention import layer_spec
 from milepost.engines.model_layout import ModelShape, Rope
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.parameters import ModelSection
+from milepost.storage.training import OptimizerSection, PerfSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

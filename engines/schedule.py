@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the optimizer step, so that a resumed run cannot be at another rate."""
 
-from milepost.storage.parameters import OptimizerSection
+from milepost.storage.training import OptimizerSection
 
 
 def learning_rate(step: int, optimizer: OptimizerSection) -> float:

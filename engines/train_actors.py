@@ -20,8 +20,9 @@ from milepost.engines.protocols import (
     WeightVersion,
 )
 from milepost.engines.rank_actor import RankActor
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection, SyncSection
+from milepost.storage.parameters import ModelSection, SyncSection
 from milepost.storage.tables import TableRef
+from milepost.storage.training import OptimizerSection, PerfSection
 
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
 

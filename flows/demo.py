@@ -20,7 +20,8 @@ from milepost.flows.results import Evaluation, curve, evaluations, finished
 from milepost.flows.services import prefect_api, running
 from milepost.flows.train import train
 from milepost.storage import runs
-from milepost.storage.parameters import ModelSection, OptimizerSection, Parameters, PerfSection
+from milepost.storage.parameters import ModelSection, Parameters
+from milepost.storage.training import OptimizerSection, PerfSection
 
 CHARACTERS = "0123456789+="
 TRAIN_PROBLEMS = 6000

@@ -27,10 +27,11 @@ from milepost.flows.sft_run import close_learnt, open_sft
 from milepost.flows.start import Launched
 from milepost.flows.tracker import open_tracker, tracking_uri
 from milepost.storage import runs
-from milepost.storage.parameters import EnginesSection, ModelSection, OptimizerSection, PerfSection, TrackingSection
+from milepost.storage.parameters import EnginesSection, ModelSection, TrackingSection
 from milepost.storage.sft_rows import SftDataSection
 from milepost.storage.tables import TableRef
 from milepost.storage.taught import go_on_with, model_of
+from milepost.storage.training import OptimizerSection, PerfSection
 
 DEFAULT_LR = 1e-5
 

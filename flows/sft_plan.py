@@ -15,20 +15,13 @@ from milepost.flows.recipe import absolute_root
 from milepost.flows.trainer_alone import without_rollout
 from milepost.storage import files, redaction, runs
 from milepost.storage.messages import Messages
-from milepost.storage.parameters import (
-    DataSection,
-    EnginesSection,
-    ModelSection,
-    OptimizerSection,
-    Parameters,
-    PerfSection,
-    TrackingSection,
-)
+from milepost.storage.parameters import DataSection, EnginesSection, ModelSection, Parameters, TrackingSection
 from milepost.storage.prompt_source import parse_path
 from milepost.storage.runs import RunExists, RunFolder
 from milepost.storage.sft_rows import Dialogue, SftDataSection, Solved, bad_row, read_sft_rows
 from milepost.storage.taught import Taught, came_of, taught
 from milepost.storage.text import encodable
+from milepost.storage.training import OptimizerSection, PerfSection
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,13 @@ from milepost.flows.run_name import made_name, shown_name
 from milepost.flows.start import begin_run, ended, reopen_run
 from milepost.storage import files, runs
 from milepost.storage.parameters import (
-    AlgorithmSection,
     CheckpointSection,
     DataSection,
     EnginesSection,
     EvalSection,
     FilterSection,
     ModelSection,
-    OptimizerSection,
     Parameters,
-    PerfSection,
     RewardSection,
     RolloutSection,
     SyncSection,
@@ -34,6 +31,7 @@ from milepost.storage.parameters import (
 )
 from milepost.storage.parent import ParentRun
 from milepost.storage.runs import RunFolder
+from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection
 from milepost.storage.watched import AlertSection, StopSection
 
 

@@ -7,6 +7,7 @@ from milepost.storage.schema_versions import Catalog, SchemaMismatch, Version
 VERSIONS = {
     1: Version("0.1.0"),
     2: Version("0.1.0"),  # samples made elsewhere: finish_reason, rollout_logprobs and seed may be null
+    3: Version("0.1.0", {"rollouts": {"importance_weights": None}}),
 }
 
 
@@ -62,6 +63,7 @@ _ROLLOUTS = [
     pa.field("advantages", _FLOATS),  # per response token
     pa.field("old_logprobs", _FLOATS),
     pa.field("ref_logprobs", _FLOATS),
+    pa.field("importance_weights", _FLOATS),  # of what the engine made, for the policy that is trained; 0: rejected
 ]
 
 CATALOG = Catalog({"prompts": _PROMPTS, "rollouts": _ROLLOUTS}, VERSIONS)
@@ -73,7 +75,7 @@ SCHEMAS = {"prompts": PROMPTS, "rollouts": ROLLOUTS}
 STAGE_COLUMNS = {
     "score": {"reward", "rewards", "verdict"},
     "filter": {"kept", "drop_reason"},
-    "optimize": {"advantages", "old_logprobs", "ref_logprobs"},
+    "optimize": {"advantages", "old_logprobs", "ref_logprobs", "importance_weights"},
 }
 
 

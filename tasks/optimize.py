@@ -14,9 +14,9 @@ from prefect.cache_policies import NO_CACHE
 from milepost.engines.protocols import TrainEngine, UpdateParams, UpdateResult
 from milepost.storage.batch_plan import BatchPlan
 from milepost.storage.journal import Commit, Slot, StepStore
-from milepost.storage.parameters import AlgorithmSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table, with_columns
+from milepost.storage.training import AlgorithmSection
 from milepost.tasks.advantages import advantage_columns
 
 _LOSS_PARAMS = {"clip_low", "clip_high", "aggregation"}

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from milepost.storage import attempts, runs
-from milepost.storage.parameters import CheckpointSection, DataSection, OptimizerSection, Parameters
+from milepost.storage.parameters import CheckpointSection, DataSection, Parameters
 from milepost.storage.runs import RunFolder
+from milepost.storage.training import OptimizerSection
 
 from .test_runs import record
 

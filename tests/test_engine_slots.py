@@ -10,7 +10,8 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
 from milepost.flows.engine_slots import engine_slots, wanted_slots
 from milepost.flows.trainer_alone import without_rollout
-from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
+from milepost.storage.parameters import EnginesSection, ModelSection, Parameters
+from milepost.storage.training import PerfSection
 
 CORES = os.cpu_count() or 1
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from milepost.engines.gpu_placement import check_gpus, slots
-from milepost.storage.parameters import EnginesSection, EvalSection, ModelSection, Parameters, PerfSection
+from milepost.storage.parameters import EnginesSection, EvalSection, ModelSection, Parameters
+from milepost.storage.training import PerfSection
 
 
 def parameters(*, colocate: bool, urls: tuple[str, ...] = ()) -> Parameters:
@@ -45,7 +46,8 @@ def test_too_few_gpus_say_how_many_and_which_knobs() -> None:
 REAL = """
 import os, ray
 from milepost.engines import cluster, gpu_placement as placement
-from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
+from milepost.storage.parameters import EnginesSection, ModelSection, Parameters
+from milepost.storage.training import PerfSection
 
 class Looks:
     def sees(self): return os.environ["CUDA_VISIBLE_DEVICES"]

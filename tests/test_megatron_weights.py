@@ -22,9 +22,10 @@ from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.megatron_weights import Kind, join, split, weights_of
 from milepost.engines.model_layout import ModelShape, Rope, read_shape
 from milepost.engines.train_actors import TrainSetup
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.parameters import ModelSection
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import read_table, write_table
+from milepost.storage.training import OptimizerSection, PerfSection
 
 VOCAB, TEMPERATURE = 67, 0.7
 LLAMA3 = {

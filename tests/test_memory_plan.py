@@ -3,7 +3,8 @@
 import pytest
 
 from milepost.engines.memory_plan import GIB, cache_bytes, check_memory, engine_weights, trainer_memory
-from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, PerfSection
+from milepost.storage.parameters import EnginesSection, ModelSection, Parameters
+from milepost.storage.training import PerfSection
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],

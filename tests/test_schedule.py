@@ -3,7 +3,7 @@
 import pytest
 
 from milepost.engines.schedule import learning_rate
-from milepost.storage.parameters import OptimizerSection
+from milepost.storage.training import OptimizerSection
 
 
 @pytest.mark.parametrize(("step", "rate"), [(0, 0.0), (1, 0.1), (5, 0.5), (9, 0.9), (10, 1.0), (1000, 1.0)])

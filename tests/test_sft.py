@@ -18,9 +18,10 @@ from milepost.flows.launch_sft import sections_of
 from milepost.flows.sft import sft
 from milepost.flows.sft_plan import plan_sft
 from milepost.storage import begun, files, runs
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.parameters import ModelSection
 from milepost.storage.sft_rows import SftDataSection, read_sft_rows
 from milepost.storage.tables import read_bytes
+from milepost.storage.training import OptimizerSection, PerfSection
 
 from .test_cli import milepost, refused
 

@@ -16,10 +16,11 @@ from milepost.engines.protocols import UpdateParams, UpdateResult, WeightSource
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
 from milepost.storage import checkpoints
 from milepost.storage.checkpoints import CheckpointRef
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.parameters import ModelSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import TableRef, read_table, write_table
+from milepost.storage.training import OptimizerSection, PerfSection
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 

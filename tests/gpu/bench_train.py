@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 from milepost.engines import megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
-from milepost.storage.parameters import PerfSection
+from milepost.storage.training import PerfSection
 
 PEAK_FLOPS = 989e12
 CASES = ["1 x 2,048", "1 x 8,192", "8,192 of about 512", "16,384 of about 512"]

@@ -21,7 +21,8 @@ from milepost.engines.megatron_model import (
 )
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.model_layout import parameter_count, read_shape
-from milepost.storage.parameters import ModelSection, OptimizerSection, PerfSection
+from milepost.storage.parameters import ModelSection
+from milepost.storage.training import OptimizerSection, PerfSection
 
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 SIZES: dict[str, tuple[int, ...]] = {
