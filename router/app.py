@@ -6,23 +6,26 @@ Its lifespan opens the client, probes every backend before the first request, an
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import aiohttp
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.routing import Route
-from starlette.types import Lifespan
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from milepost.router.access import TokenGuard
 from milepost.router.admin import Admin
-from milepost.router.backends import BackendPool, BadWorkerUrl, Policy, UnknownWorker
+from milepost.router.backends import BackendPool, BadWorkerUrl, UnknownWorker
 from milepost.router.forward import Forward
 from milepost.router.health import keep_probing, probe_all
-from milepost.router.policies import get_policy, least_loaded
+from milepost.router.line import Line
+from milepost.router.metrics import RouterMetrics
+from milepost.router.policies import Policy, get_policy
 
 # uvicorn, in front of the engines, drops idle connections after 5 s; leaving earlier avoids sending into a closing one.
 KEEPALIVE_SECONDS = 4.0
+LIMIT_BYTES = 256 * 2**20  # of a request; prompts with pictures are large
 
 
 def open_client() -> aiohttp.ClientSession:
@@ -38,30 +41,73 @@ def open_client() -> aiohttp.ClientSession:
     )
 
 
+class _Split:
+    """ASGI middleware: what is the router's own goes on to it, everything else to the engines without a detour."""
+
+    def __init__(self, app: ASGIApp, *, engines: ASGIApp, own: frozenset[str], own_prefix: str) -> None:
+        self._app, self._engines, self._own, self._own_prefix = app, engines, own, own_prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        is_own = scope["type"] != "http" or path in self._own or path.startswith(self._own_prefix)
+        await (self._app if is_own else self._engines)(scope, receive, send)
+
+
 def create_app(
     pool: BackendPool,
     client: Callable[[], aiohttp.ClientSession] = open_client,
     *,
-    policy: Policy = least_loaded,
+    policy: Policy,
     token: str | None = None,
+    guards_data: bool = False,
     probe_seconds: float = 2.0,
     probe_timeout_seconds: float = 5.0,
     request_timeout_seconds: float = 600.0,
     resends: int = 2,
+    max_in_flight: int = 0,
+    queue_seconds: float = 60.0,
+    limit_bytes: int = LIMIT_BYTES,
 ) -> FastAPI:
-    """Build the router over `pool`. `client` opens what talks to the engines; the application closes it."""
-    _check(probe_seconds, probe_timeout_seconds, request_timeout_seconds, resends)
+    """Build the router over `pool`. `client` opens what talks to the engines; the application closes it.
+
+    With `token`, what is not generating or looking needs it, and with `guards_data` that too. `max_in_flight` bounds
+    the requests at each engine (0: nothing does); others wait in a line, for `queue_seconds` at most.
+    """
+    times = {
+        "probe_seconds": probe_seconds,
+        "probe_timeout_seconds": probe_timeout_seconds,
+        "request_timeout_seconds": request_timeout_seconds,
+        "queue_seconds": queue_seconds,
+    }
+    _check(times, {"resends": resends, "max_in_flight": max_in_flight, "limit_bytes": limit_bytes})
     lifespan = _lifespan(pool, client, every_seconds=probe_seconds, timeout_seconds=probe_timeout_seconds)
     # An engine's own documentation stays reachable, so the router serves none.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    admin = Admin(pool, probe_timeout_seconds=probe_timeout_seconds, timeout_seconds=request_timeout_seconds)
-    forward = Forward(pool, policy=policy, resends=resends, timeout_seconds=request_timeout_seconds)
-    app.include_router(admin.routes())
-    app.router.routes.append(Route("/{path:path}", forward))
+    line = Line(pool, policy, max_in_flight=max_in_flight, seconds=queue_seconds)
+    metrics = RouterMetrics(pool, line)
+    admin = Admin(
+        pool,
+        policy,
+        metrics,
+        probe_timeout_seconds=probe_timeout_seconds,
+        timeout_seconds=request_timeout_seconds,
+    ).routes()
+    forward = Forward(
+        pool,
+        line,
+        metrics,
+        resends=resends,
+        timeout_seconds=request_timeout_seconds,
+        limit_bytes=limit_bytes,
+        reads_prompt=policy.reads_prompt,
+    )
+    app.include_router(admin)
+    own = frozenset(route.path for route in admin.routes)
+    app.add_middleware(_Split, engines=forward, own=own, own_prefix="/workers/")
     for error, status in ((RequestValidationError, 400), (BadWorkerUrl, 400), (UnknownWorker, 404)):
         app.add_exception_handler(error, _answer_with(status))
     if token is not None:
-        app.add_middleware(TokenGuard, token=token)
+        app.add_middleware(TokenGuard, token=token, guards_data=guards_data)
     return app
 
 
@@ -89,39 +135,18 @@ def _lifespan(
     return lifespan
 
 
-def _check(probe_seconds: float, probe_timeout_seconds: float, request_timeout_seconds: float, resends: int) -> None:
-    times = {
-        "probe_seconds": probe_seconds,
-        "probe_timeout_seconds": probe_timeout_seconds,
-        "request_timeout_seconds": request_timeout_seconds,
-    }
+def _check(times: dict[str, float], counts: dict[str, int]) -> None:
     for name, value in times.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}, it must be more than 0")
-    if resends < 0:
-        raise ValueError(f"resends is {resends}, it must be at least 0")
+    for name, count in counts.items():
+        if count < 0:
+            raise ValueError(f"{name} is {count}, it must be at least 0")
 
 
-def build_app(
-    workers: Sequence[str] = (),
-    *,
-    policy: str = "least_loaded",
-    token: str | None = None,
-    probe_seconds: float = 2.0,
-    probe_timeout_seconds: float = 5.0,
-    request_timeout_seconds: float = 600.0,
-    resends: int = 2,
-) -> FastAPI:
-    """The router as a factory with JSON arguments: `milepost.router.app:build_app`."""
-    return create_app(
-        BackendPool(workers),
-        policy=get_policy(policy),
-        token=token,
-        probe_seconds=probe_seconds,
-        probe_timeout_seconds=probe_timeout_seconds,
-        request_timeout_seconds=request_timeout_seconds,
-        resends=resends,
-    )
+def build_app(workers: Sequence[str] = (), *, policy: str = "least_loaded", **options: Any) -> FastAPI:
+    """The router as a factory with JSON arguments, those of `create_app`: `milepost.router.app:build_app`."""
+    return create_app(BackendPool(workers), policy=get_policy(policy), **options)
 
 
 def _answer_with(status: int) -> Callable[[Request, Exception], JSONResponse]:

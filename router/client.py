@@ -11,6 +11,7 @@ import aiohttp
 
 from milepost.engines.protocols import Completion, GenerateRequest
 from milepost.router.completions import parse_completion
+from milepost.router.engine_work import EngineWork
 
 FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
@@ -63,7 +64,8 @@ class HttpGenerate:
 
     A server that says that nobody can serve now (503) is asked until the deadline, because an engine may be starting;
     other failures are tried again `retries` times. Once `stop` is set, what runs is aborted in the engines and answers
-    with what it has, and nothing more is asked. Token ids are below `vocabulary`; 0 when that is not known.
+    with what it has, and nothing more is asked. Token ids are below `vocabulary`; 0 when that is not known. `work` sums
+    up what the engines say that their completions cost.
     """
 
     url: str
@@ -72,6 +74,7 @@ class HttpGenerate:
     retries: int = 5
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     vocabulary: int = 0
+    work: EngineWork = field(default_factory=EngineWork)
 
     async def __call__(self, request: GenerateRequest) -> Completion:
         """The completion of `request`.
@@ -90,7 +93,9 @@ class HttpGenerate:
             await self._abort(_rid(request, problems))
             late = f"sample {request.sample_id!r} had no answer within {self.timeout_seconds:g} s and was aborted"
             raise TimeoutError(": ".join([late, *problems[-1:]])) from None
-        return parse_completion(request.sample_id, answer, vocabulary=self.vocabulary)
+        completion = parse_completion(request.sample_id, answer, vocabulary=self.vocabulary)
+        self.work.add(request.sample_id, answer["meta_info"])
+        return completion
 
     async def _until_stopped(self, request: GenerateRequest, problems: list[str]) -> Any:
         """What `_ask` gives or, after `stop`, what the aborted request has come to."""
