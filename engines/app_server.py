@@ -36,6 +36,7 @@ class HttpServer:
             log_config=None,  # what it logs goes where this process logs
             log_level="warning",
             access_log=False,
+            proxy_headers=False,
             timeout_keep_alive=300,  # longer than a client's pool keeps a connection, so that it closes first
             timeout_graceful_shutdown=int(STOP_SECONDS),
         )

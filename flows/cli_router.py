@@ -69,6 +69,7 @@ def router(
         http="httptools",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         timeout_keep_alive=300,  # longer than a client's pool keeps a connection, so that it closes first
         timeout_graceful_shutdown=drain_seconds,
     )

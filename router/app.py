@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from milepost.router.access import TokenGuard
@@ -25,6 +26,7 @@ from milepost.router.policies import Policy, get_policy
 
 # uvicorn, in front of the engines, drops idle connections after 5 s; leaving earlier avoids sending into a closing one.
 KEEPALIVE_SECONDS = 4.0
+WORKERS_PREFIX = "/workers/"
 LIMIT_BYTES = 256 * 2**20  # of a request; prompts with pictures are large
 
 
@@ -41,16 +43,16 @@ def open_client() -> aiohttp.ClientSession:
     )
 
 
-class _Split:
-    """ASGI middleware: what is the router's own goes on to it, everything else to the engines without a detour."""
+class Router:
+    """ASGI application: what is the router's own goes to `admin`, everything else to `engines` without a detour."""
 
-    def __init__(self, app: ASGIApp, *, engines: ASGIApp, own: frozenset[str], own_prefix: str) -> None:
-        self._app, self._engines, self._own, self._own_prefix = app, engines, own, own_prefix
+    def __init__(self, admin: ASGIApp, engines: ASGIApp, *, own: frozenset[str]) -> None:
+        self._admin, self._engines, self._own = admin, engines, own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        is_own = scope["type"] != "http" or path in self._own or path.startswith(self._own_prefix)
-        await (self._app if is_own else self._engines)(scope, receive, send)
+        is_own = scope["type"] != "http" or path in self._own or path.startswith(WORKERS_PREFIX)
+        await (self._admin if is_own else self._engines)(scope, receive, send)
 
 
 def create_app(
@@ -67,7 +69,7 @@ def create_app(
     max_in_flight: int = 0,
     queue_seconds: float = 60.0,
     limit_bytes: int = LIMIT_BYTES,
-) -> FastAPI:
+) -> ASGIApp:
     """Build the router over `pool`. `client` opens what talks to the engines; the application closes it.
 
     With `token`, what is not generating or looking needs it, and with `guards_data` that too. `max_in_flight` bounds
@@ -81,8 +83,6 @@ def create_app(
     }
     _check(times, {"resends": resends, "max_in_flight": max_in_flight, "limit_bytes": limit_bytes})
     lifespan = _lifespan(pool, client, every_seconds=probe_seconds, timeout_seconds=probe_timeout_seconds)
-    # An engine's own documentation stays reachable, so the router serves none.
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     line = Line(pool, policy, max_in_flight=max_in_flight, seconds=queue_seconds)
     metrics = RouterMetrics(pool, line)
     admin = Admin(
@@ -101,13 +101,17 @@ def create_app(
         limit_bytes=limit_bytes,
         reads_prompt=policy.reads_prompt,
     )
+    own = frozenset(route.path for route in admin.routes if isinstance(route, Route))
+    router = Router(_admin_app(admin, lifespan), forward, own=own)
+    return router if token is None else TokenGuard(router, token=token, guards_data=guards_data)
+
+
+def _admin_app(admin: APIRouter, lifespan: Lifespan[FastAPI]) -> FastAPI:
+    # An engine's own documentation stays reachable, so the router serves none.
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.include_router(admin)
-    own = frozenset(route.path for route in admin.routes)
-    app.add_middleware(_Split, engines=forward, own=own, own_prefix="/workers/")
     for error, status in ((RequestValidationError, 400), (BadWorkerUrl, 400), (UnknownWorker, 404)):
         app.add_exception_handler(error, _answer_with(status))
-    if token is not None:
-        app.add_middleware(TokenGuard, token=token, guards_data=guards_data)
     return app
 
 
@@ -144,7 +148,7 @@ def _check(times: dict[str, float], counts: dict[str, int]) -> None:
             raise ValueError(f"{name} is {count}, it must be at least 0")
 
 
-def build_app(workers: Sequence[str] = (), *, policy: str = "least_loaded", **options: Any) -> FastAPI:
+def build_app(workers: Sequence[str] = (), *, policy: str = "least_loaded", **options: Any) -> ASGIApp:
     """The router as a factory with JSON arguments, those of `create_app`: `milepost.router.app:build_app`."""
     return create_app(BackendPool(workers), policy=get_policy(policy), **options)
 

@@ -48,9 +48,10 @@ RETRY_AFTER_SECONDS = 1
 def end_to_end(headers: Headers, *, without: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
     """The headers that travel on: neither hop-by-hop, nor named by a Connection header, nor in `without`."""
     pairs = [(name.lower(), value) for name, value in headers]
-    named = {part.strip().lower() for name, value in pairs if name == b"connection" for part in value.split(b",")}
-    dropped = HOP_BY_HOP | without | named
-    return [(name, value) for name, value in pairs if name not in dropped]
+    connection = [value for name, value in pairs if name == b"connection"]
+    if connection:
+        without = without.union(part.strip().lower() for value in connection for part in value.split(b","))
+    return [pair for pair in pairs if pair[0] not in HOP_BY_HOP and pair[0] not in without]
 
 
 @dataclass

@@ -1,102 +1,54 @@
-"""What the router adds to a request: latency one at a time and throughput at a given concurrency, against going direct.
+"""What a router adds: latency of one client and requests a second of many, beside no router and sglang-router.
 
-Run as `python tests/bench/bench_router.py`; engine and router get a process each.
+    python tests/bench/bench_router.py [--rounds 3]
+
+Two engines answer at once, each in a process; so does the router; the clients are in this one. On few cores they share
+them. For sglang-router install it (`pip install sglang-router==0.3.2`), or name an interpreter that has it in
+MILEPOST_SGLANG_ROUTER_PYTHON.
 """
 
 import argparse
-import asyncio
-import json
-import multiprocessing
 import statistics
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack
 
-import aiohttp
-import uvicorn
+from router_load import Load, engine, milepost_router, run, sglang_router, sglang_router_python
 
-from milepost.router.app import build_app
-
-ANSWER = json.dumps(
-    {"text": "x" * 2000, "meta_info": {"output_token_logprobs": [[-0.123456, 17, None]] * 512}}
-).encode()
+BODY = b'{"input_ids": [' + b"7, " * 31 + b'7], "sampling_params": {"max_new_tokens": 16}}'
 
 
-async def engine(scope: Any, receive: Any, send: Any) -> None:
-    """Answers everything at once with as much as 512 tokens take."""
-    if scope["type"] != "http":
-        return
-    while (await receive()).get("more_body"):
-        pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": ANSWER})
-
-
-def _serve(port: int, backend: str | None) -> None:
-    app: Any = engine if backend is None else build_app([backend])
-    uvicorn.run(app, port=port, log_level="critical", loop="uvloop", http="httptools")
-
-
-@contextmanager
-def process(port: int, backend: str | None = None) -> Iterator[str]:
-    child = multiprocessing.get_context("spawn").Process(target=_serve, args=(port, backend), daemon=True)
-    child.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        child.terminate()
-        child.join(10)
-
-
-async def ready(client: aiohttp.ClientSession, url: str) -> None:
-    for _ in range(300):
-        try:
-            async with client.get(f"{url}/health") as answer:
-                if answer.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.1)
-    raise TimeoutError(f"{url} is not ready after 30 s")
-
-
-async def measure(url: str, requests: int, concurrency: int) -> dict[str, float]:
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        await ready(client, url)
-
-        async def one() -> float:
-            started = time.perf_counter()
-            async with client.post(f"{url}/generate", json={"input_ids": [1] * 256}) as answer:
-                assert len(await answer.read()) == len(ANSWER)
-            return time.perf_counter() - started
-
-        alone = sorted([await one() for _ in range(requests // 4)])
-        gate = asyncio.Semaphore(concurrency)
-
-        async def gated() -> None:
-            async with gate:
-                await one()
-
-        started = time.perf_counter()
-        await asyncio.gather(*(gated() for _ in range(requests)))
-        return {
-            "median_ms": 1000 * statistics.median(alone),
-            "p99_ms": 1000 * alone[int(0.99 * (len(alone) - 1))],
-            "requests_per_second": requests / (time.perf_counter() - started),
-        }
+def row(name: str, alone: list[Load], many: list[Load]) -> str:
+    median = statistics.median(load.median_ms for load in alone)
+    p99 = statistics.median(load.milliseconds(0.99) for load in alone)
+    rate = statistics.median(load.per_second for load in many)
+    failed = sum(load.failed for load in [*alone, *many])
+    return f"| {name} | {median:.2f} | {p99:.2f} | {rate:,.0f} | {failed} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--port", type=int, default=18400, help="this port and the next one are used")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=6000, help="of a round, by many clients; a quarter by one")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3, help="of each, in turn; medians are shown")
     options = parser.parse_args()
-    with process(options.port) as direct, process(options.port + 1, direct) as routed:
-        for name, url in (("direct", direct), ("routed", routed)):
-            found = asyncio.run(measure(url, options.requests, options.concurrency))
-            print(json.dumps({"path": name, **{key: round(value, 3) for key, value in found.items()}}))
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine()) for _ in range(2)]
+        paths = {"no router": engines[0], "milepost": stack.enter_context(milepost_router(engines))[0]}
+        if sglang_router_python():
+            paths["sglang-router"] = stack.enter_context(sglang_router(engines))[0]
+        alone: dict[str, list[Load]] = {name: [] for name in paths}
+        many: dict[str, list[Load]] = {name: [] for name in paths}
+        for url in paths.values():
+            run(url, [BODY] * 500, options.clients)  # warms up
+        for _ in range(options.rounds):
+            for name, url in paths.items():
+                alone[name].append(run(url, [BODY] * (options.requests // 4), 1))
+                many[name].append(run(url, [BODY] * options.requests, options.clients))
+    print(
+        f"| | median ms, 1 client | p99 ms | requests/s, {options.clients} clients | failed |",
+        "|---|---|---|---|---|",
+        sep="\n",
+    )
+    print(*(row(name, alone[name], many[name]) for name in paths), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
