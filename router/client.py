@@ -17,6 +17,7 @@ FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
 ABORT_TIMEOUT_SECONDS = 5.0
 UNAVAILABLE = 503
+ROUTING_KEY = "X-SMG-Routing-Key"
 
 
 class GenerationFailed(ConnectionError):
@@ -52,9 +53,12 @@ def open_client(concurrency: int, *, token: str | None = None) -> aiohttp.Client
     )
 
 
-async def _post(client: aiohttp.ClientSession, url: str, body: Any, *, timeout_seconds: float | None = None) -> Reply:
+async def _post(
+    client: aiohttp.ClientSession, url: str, body: Any, *, key: str = "", timeout_seconds: float | None = None
+) -> Reply:
     timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=10.0)
-    async with client.post(url, json=body, timeout=timeout) as response:
+    headers = {ROUTING_KEY: key} if key else None
+    async with client.post(url, json=body, headers=headers, timeout=timeout) as response:
         return Reply(response.status, response.reason or "", await response.read())
 
 
@@ -145,7 +149,8 @@ class HttpGenerate:
             "sampling_params": request.sampling,
             "return_logprob": True,
         }
-        return await _post(self.client, f"{self.url}/generate", body)
+        # Samples of one group begin alike: a router that goes by keys sends them to one engine.
+        return await _post(self.client, f"{self.url}/generate", body, key=request.sample_id.rpartition("-")[0])
 
     async def _abort(self, rid: str) -> None:
         """Best effort: the closed connection has told the engine, unless something between kept its own open."""

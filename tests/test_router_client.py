@@ -75,6 +75,30 @@ def test_a_request_is_sglangs_and_its_answer_becomes_a_completion() -> None:
     assert found == Completion("ab", [7, 8], [-0.5, -1.25], "length", *versions)
 
 
+def test_what_a_completion_cost_the_engine_is_summed_up() -> None:
+    async def ask() -> dict[str, float]:
+        answer, _ = scripted((500, "busy"), (200, answer_of(prompt_tokens=2, cached_tokens=1)))
+        app = web.Application()
+        app.router.add_post("/{path}", answer)
+        async with TestServer(app) as server, open_client(4) as client:
+            asked = HttpGenerate(str(server.make_url("")).rstrip("/"), client, timeout_seconds=20)
+            await asked(REQUEST)
+            return asked.work.sums()
+
+    assert asyncio.run(ask()) == {"prompt_tokens": 2, "cached_tokens": 1, "samples": 1}
+
+
+def test_samples_of_a_group_have_one_routing_key() -> None:
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers["X-SMG-Routing-Key"])
+        return web.json_response(answer_of())
+
+    generate(answer)
+    assert seen == ["000000-0-0000"]
+
+
 def test_one_version_is_first_and_last_when_weights_did_not_change() -> None:
     found = parse_completion("s", answer_of())
     assert found.weight_version_first == found.weight_version_last == WeightVersion(1, "bb")
