@@ -43,7 +43,7 @@ class CacheAware(Policy):
 
     def _cached(self, backend: Backend, blocks: list[int]) -> int:
         """How many of the first blocks the engine has seen."""
-        seen = self._seen.get(backend.id, {})
+        seen = self._seen.get(backend.id, OrderedDict[int, None]())
         return next((count for count, block in enumerate(blocks) if block not in seen), len(blocks))
 
     def _remember(self, backend: Backend, blocks: list[int]) -> None:

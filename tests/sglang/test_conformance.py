@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,8 +21,12 @@ from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import Completion, PauseMode, WeightSource, WeightVersion
 from milepost.engines.rollout_actor import RolloutActor
 from milepost.engines.rollout_start import start_rollout
+from milepost.engines.sglang_flags import environment
+from milepost.router.app import build_app
 from milepost.router.completions import parse_completion
 from milepost.storage.parameters import EnginesSection, Parameters
+
+from ..test_router import serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -240,3 +246,36 @@ def test_a_server_that_runs_already_is_driven_and_left_running(
     attached.close()
     assert str(complete(engine).weight_version_last) == str(source.version)
     assert_made_by(str(tmp_path), complete(engine))
+
+
+CLIENT = """
+import json, sys
+import sglang
+from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
+
+@sglang.function
+def ask(s):
+    s += "12+3="
+    s += sglang.gen("answer", max_tokens=6, temperature=0)
+
+endpoint = RuntimeEndpoint(sys.argv[1])
+endpoint.flush_cache()
+whole = ask.run(backend=endpoint)["answer"]
+pieces = list(ask.run(backend=endpoint, stream=True).text_iter("answer"))
+print(json.dumps([whole, "".join(pieces), endpoint.get_model_name()]))
+"""
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+def test_clients_of_sglang_and_openai_see_no_router(engine: RolloutActor, model_dir: str, sglang_python: str) -> None:
+    asked: Any = {"model": "m", "prompt": "12+3=", "max_tokens": 6, "temperature": 0}
+    with serve(build_app([engine.url()], policy="cache_aware")) as url:
+        command = [sglang_python, "-c", CLIENT, url]
+        done = subprocess.run(command, env=environment(gpu=False), capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        whole, streamed, model = json.loads(done.stdout.splitlines()[-1])
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            completion = client.completions.create(**asked).choices[0].text
+            pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+    assert (whole, streamed, model) == (completion, completion, model_dir)
+    assert "".join(pieces) == completion and len(pieces) > 1
