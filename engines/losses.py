@@ -1,60 +1,32 @@
-"""Policy losses on padded `[batch, time]` tensors, and how token losses become one number.
+"""Policy losses on padded `[batch, time]` tensors: a loss for every token, and what is added to it and shown of it.
 
-Denominators are global over the optimizer batch, so losses and metrics are additive shares: summed over micro-batches
-and ranks they are the values of the whole batch, however it was split. A masked position is read by nothing.
+What holds for all of them, and how token losses become one number, is in engines/loss_inputs.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from milepost.engines.divergence import kl
+from milepost.engines.loss_inputs import (
+    Denominators,
+    Loss,
+    LossInputs,
+    LossOutputs,
+    aggregate,
+    checked_mask,
+    clean,
+    count,
+    row_tokens,
+)
 from milepost.engines.loss_params import LossParams, check_loss, load_loss, loss_params
 
 __all__ = ["Denominators", "Loss", "LossInputs", "LossOutputs", "check_loss", "count", "get_loss", "kl", "policy_loss"]
 
 LOG_RATIO_LIMIT = 20.0  # exp of it is still a finite float32
-
-
-@dataclass(frozen=True)
-class Denominators:
-    """Samples with a trained token, and trained tokens, in the whole optimizer batch: all micro-batches, all ranks."""
-
-    samples: float
-    tokens: float
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """One micro-batch of whole samples. `logprobs` carries the gradient; `loss_mask` is 1 where a token is trained."""
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    rollout_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    advantages: Tensor
-    loss_mask: Tensor
-    denominators: Denominators
-
-
-@dataclass(frozen=True)
-class LossOutputs:
-    """The micro-batch's share of the batch loss, and its shares of the batch's token means."""
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-
-
-Loss = Callable[[LossInputs, Mapping[str, Any]], LossOutputs]
-
-
-def count(loss_mask: Tensor | Sequence[Any]) -> Denominators:
-    """The denominators of a batch: of a padded mask `[batch, time]`, or of one mask per sample (lists or tensors)."""
-    trained = [int(torch.count_nonzero(torch.as_tensor(row))) for row in loss_mask]
-    return Denominators(samples=float(sum(tokens > 0 for tokens in trained)), tokens=float(sum(trained)))
 
 
 @dataclass(frozen=True)
@@ -70,69 +42,96 @@ class _Batch:
     def log_ratio(self) -> Tensor:
         return self.logprobs - self.old_logprobs
 
-    @property
-    def row_tokens(self) -> Tensor:
-        """Trained tokens of each sample, `[batch, 1]`, at least 1."""
-        return self.mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _clean(mask: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor` with zeros where masked: `where`, because a product would keep NaN and infinity."""
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    return torch.where(mask, wide, torch.zeros_like(wide))
+    def row_means(self, values: Tensor) -> Tensor:
+        """The mean over each sample's trained tokens, `[batch, 1]`."""
+        return clean(self.mask, values).sum(dim=1, keepdim=True) / row_tokens(self.mask)
 
 
 def _batch(inputs: LossInputs) -> _Batch:
-    mask = inputs.loss_mask.bool()
-    for name in ("logprobs", "old_logprobs", "advantages"):
-        shape = tuple(getattr(inputs, name).shape)
-        if shape != tuple(mask.shape) or len(shape) != 2:
-            raise ValueError(
-                f"{name} has shape {shape}, loss_mask {tuple(mask.shape)}: both must be the same [batch, time]"
-            )
-    return _Batch(
-        mask=mask,
-        logprobs=_clean(mask, inputs.logprobs),
-        old_logprobs=_clean(mask, inputs.old_logprobs).detach(),
-        advantages=_clean(mask, inputs.advantages).detach(),
-    )
+    read = {name: getattr(inputs, name) for name in ("logprobs", "old_logprobs", "advantages")}
+    mask = checked_mask(inputs.loss_mask, **read)
+    cleaned = {name: clean(mask, tensor) for name, tensor in read.items()}
+    return _Batch(mask, cleaned["logprobs"], cleaned["old_logprobs"].detach(), cleaned["advantages"].detach())
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _aggregate(values: Tensor, batch: _Batch, denominators: Denominators, params: LossParams) -> Tensor:
-    """The micro-batch's share of the batch's one number."""
-    values = _clean(batch.mask, values)
-    if params.aggregation == "token_mean":
-        return values.sum() / max(denominators.tokens, 1.0)
-    if params.aggregation == "constant":
-        return values.sum() / (max(denominators.samples, 1.0) * float(params.max_length or 1))
-    return (values / batch.row_tokens).sum() / max(denominators.samples, 1.0)
+def _moved_away(batch: _Batch, delta: float) -> Tensor:
+    """Tokens of negative advantage in samples that the policy has left by more than `delta` a token (arXiv:2512.02556).
+
+    It is measured as the sample's mean of old minus new log-probabilities.
+    """
+    return (batch.advantages < 0) & (-batch.row_means(batch.log_ratio.detach()) > delta)
+
+
+def _penalty(inputs: LossInputs, batch: _Batch, params: LossParams) -> Tensor | None:
+    """The divergence from the reference at each token, where the batch has one.
+
+    Unbiased, it is multiplied by the ratio to the old policy, through which the gradient flows too (arXiv:2512.02556):
+    of tokens that the old policy sampled, k1 and k3 then have the divergence and its gradient as their means.
+    """
+    if inputs.ref_logprobs is None:
+        if params.kl_coef:
+            raise ValueError(
+                f"kl_coef is {params.kl_coef:g} but the batch has no ref_logprobs: fill them or set kl_coef to 0"
+            )
+        return None
+    estimate = kl(params.kl_estimator, batch.logprobs, clean(batch.mask, inputs.ref_logprobs).detach())
+    return estimate * _ratio(batch.log_ratio) if params.kl_unbiased else estimate
+
+
+def _entropy(inputs: LossInputs, batch: _Batch, params: LossParams) -> Tensor | None:
+    if inputs.entropy is None:
+        if params.entropy_coef:
+            raise ValueError(
+                f"entropy_coef is {params.entropy_coef:g} but the batch has no entropy: give it or set it to 0"
+            )
+        return None
+    checked_mask(inputs.loss_mask, entropy=inputs.entropy)
+    return clean(batch.mask, inputs.entropy)
 
 
 def _outputs(
     inputs: LossInputs, batch: _Batch, params: LossParams, token_loss: Tensor, token_metrics: dict[str, Tensor]
 ) -> LossOutputs:
-    """Token losses plus the reference penalty as one number, and every metric as a share of its token mean."""
-    shown = {"ppo_kl": -batch.log_ratio, "ratio_mean": _ratio(batch.log_ratio), **token_metrics}
-    if inputs.rollout_logprobs is not None:
-        mismatch = batch.old_logprobs - _clean(batch.mask, inputs.rollout_logprobs)
-        shown["rollout_logprob_abs_diff"] = mismatch.abs()
-        shown["rollout_kl"] = kl("low_var", -mismatch, torch.zeros_like(mismatch))
-    loss = _aggregate(token_loss, batch, inputs.denominators, params)
-    if inputs.ref_logprobs is not None:
-        reference = _clean(batch.mask, inputs.ref_logprobs).detach()
-        shown["ref_kl"] = kl(params.kl_estimator, batch.logprobs, reference)
-        if params.kl_coef:  # zero times a reference that is not finite would not be zero
-            loss = loss + params.kl_coef * _aggregate(shown["ref_kl"], batch, inputs.denominators, params)
-    elif params.kl_coef:
-        raise ValueError(
-            f"kl_coef is {params.kl_coef:g} but the batch has no ref_logprobs: fill them or set kl_coef to 0"
+    """The policy's token losses, weighted, with reference penalty and entropy bonus, as one number."""
+
+    def total(values: Tensor) -> Tensor:
+        return aggregate(
+            values, batch.mask, inputs.denominators, aggregation=params.aggregation, max_length=params.max_length
         )
+
+    shown = {"ppo_kl": -batch.log_ratio, "ratio_mean": _ratio(batch.log_ratio), **token_metrics}
+    if inputs.importance_weights is not None:
+        weights = clean(batch.mask, inputs.importance_weights).detach()
+        token_loss = torch.where(weights == 0, 0.0, token_loss * weights)
+    if params.opsm_delta is not None:
+        moved = _moved_away(batch, params.opsm_delta)
+        shown["opsm_clipfrac"] = moved.to(token_loss.dtype)
+        token_loss = torch.where(moved, 0.0, token_loss)
+    policy = loss = total(token_loss)
+    penalty, entropy = _penalty(inputs, batch, params), _entropy(inputs, batch, params)
+    if penalty is not None:
+        shown["ref_kl"] = penalty
+        if params.kl_coef:  # zero times a reference that is not finite would not be zero
+            loss = loss + params.kl_coef * total(penalty)
+    if entropy is not None:
+        shown["entropy"] = entropy
+        if params.entropy_coef:
+            loss = loss - params.entropy_coef * total(entropy)
     tokens = max(inputs.denominators.tokens, 1.0)
-    return LossOutputs(loss, {name: _clean(batch.mask, value.detach()).sum() / tokens for name, value in shown.items()})
+    metrics = {name: clean(batch.mask, value.detach()).sum() / tokens for name, value in shown.items()}
+    return LossOutputs(loss, {"pg_loss": policy.detach(), "ess_ratio": _effective(inputs, batch), **metrics})
+
+
+def _effective(inputs: LossInputs, batch: _Batch) -> Tensor:
+    """The samples' mean share of tokens that their ratios leave: 1 when all ratios are equal, 1/n when one is all."""
+    ratio = clean(batch.mask, _ratio(batch.log_ratio.detach()))
+    squares = (ratio**2).sum(dim=1, keepdim=True).clamp(min=1e-8)
+    shares = ratio.sum(dim=1, keepdim=True) ** 2 / (row_tokens(batch.mask) * squares)
+    return shares.sum() / max(inputs.denominators.samples, 1.0)
 
 
 def _surrogate(batch: _Batch, log_ratio: Tensor, params: LossParams) -> tuple[Tensor, dict[str, Tensor]]:
@@ -157,7 +156,7 @@ def ppo_clip(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
 def gspo(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
     """The clipped surrogate on the sequence's geometric mean ratio (arXiv:2507.18071)."""
     batch, options = _batch(inputs), loss_params(params)
-    mean = batch.log_ratio.sum(dim=1, keepdim=True) / batch.row_tokens
+    mean = batch.row_means(batch.log_ratio)
     loss, metrics = _surrogate(batch, mean.expand_as(batch.logprobs), options)
     return _outputs(inputs, batch, options, loss, metrics)
 
@@ -188,7 +187,7 @@ def policy_gradient(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutput
 
 def sft(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
     """Negative log-likelihood of the trained tokens; advantages are ignored."""
-    batch, options = _batch(inputs), loss_params(params)
+    batch, options = _batch(inputs), replace(loss_params(params), opsm_delta=None)
     return _outputs(inputs, batch, options, -batch.logprobs, {"nll": -batch.logprobs})
 
 
@@ -206,6 +205,8 @@ def policy_loss(
     advantages: Tensor,
     loss_mask: Tensor,
     ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    entropy: Tensor | None = None,
     **params: Any,
 ) -> LossOutputs:
     """The loss called `name` on one whole batch of padded `[batch, time]` tensors; `params` are those of LossParams."""
@@ -217,5 +218,7 @@ def policy_loss(
         advantages=advantages,
         loss_mask=loss_mask,
         denominators=count(loss_mask),
+        importance_weights=importance_weights,
+        entropy=entropy,
     )
     return get_loss(name)(inputs, params)

@@ -1,4 +1,4 @@
-"""Log-probabilities of taken tokens from logits that are split over tensor-parallel ranks by vocabulary.
+"""Log-probabilities of taken tokens and entropies, from logits that tensor-parallel ranks have by vocabulary.
 
 In float32, without a float32 copy of all logits: a chunk of rows at a time, or in compiled kernels that need none.
 Every row is worked on where it lies, because picking rows out of the logits would copy them.
@@ -42,8 +42,15 @@ class VocabSlice:
         if self.compiled:
             return _compiled(function)(logits, *rows, **constants)
         step = max(1, self.chunk_elements // logits.shape[1])
-        parts = zip(logits.split(step), *(row.split(step) for row in rows), strict=True)
-        return torch.cat([function(*part, **constants) for part in parts])
+        first, *others = zip(logits.split(step), *(row.split(step) for row in rows), strict=True)
+        found = function(*first, **constants)
+        if not others:
+            return found
+        whole = found.new_empty(len(logits), *found.shape[1:])  # filled as they come: joined, they would be there twice
+        whole[:step] = found
+        for index, part in enumerate(others, 1):
+            whole[index * step : (index + 1) * step] = function(*part, **constants)
+        return whole
 
 
 @cache
@@ -59,22 +66,41 @@ def _scaled(logits: Tensor, temperature: float, valid: int) -> Tensor:
     return torch.where(torch.arange(logits.shape[1], device=logits.device) < valid, scaled, -torch.inf)
 
 
-def _sums(logits: Tensor, column: Tensor, *, temperature: float, valid: int) -> Tensor:
-    """Of each row the largest logit, the sum of exponentials over it, and the logit of `column` (0 when -1): [n, 3]."""
+def _sums(logits: Tensor, column: Tensor, *, temperature: float, valid: int, entropy: bool) -> Tensor:
+    """Of each row the largest logit, the sum of exponentials over it, and the logit of `column` (0 when -1): [n, 3].
+
+    With `entropy` a fourth: the sum of exponentials times what they are of.
+    """
     scaled = _scaled(logits, temperature, valid)
     top = scaled.amax(dim=1).clamp(min=_FLOOR)
-    total = (scaled - top[:, None]).exp().sum(dim=1)
+    below = scaled - top[:, None]
+    powers = below.exp()
     chosen = logits.gather(1, column.clamp(min=0)[:, None]).squeeze(1).float() / temperature
-    return torch.stack([top, total, torch.where(column < 0, 0.0, chosen)], dim=1)
+    found = [top, powers.sum(dim=1), torch.where(column < 0, 0.0, chosen)]
+    if entropy:
+        found.append((powers * below.clamp(min=_FLOOR)).sum(dim=1))  # padding: zero times the floor, not an infinity
+    return torch.stack(found, dim=1)
 
 
 def _slopes(
-    logits: Tensor, column: Tensor, normalizer: Tensor, weight: Tensor, *, temperature: float, valid: int
+    logits: Tensor,
+    column: Tensor,
+    normalizer: Tensor,
+    weight: Tensor,
+    entropy: Tensor | None = None,
+    entropy_weight: Tensor | None = None,
+    *,
+    temperature: float,
+    valid: int,
 ) -> Tensor:
-    """weight * (one_hot(column) - softmax), of each row, in the type of `logits`."""
-    softmax = (_scaled(logits, temperature, valid) - normalizer[:, None]).exp()
+    """weight * (one_hot(column) - softmax) - entropy_weight * softmax * (log_softmax + entropy), as `logits` are."""
+    log_softmax = _scaled(logits, temperature, valid) - normalizer[:, None]
+    softmax = log_softmax.exp()
     own = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
-    return (weight[:, None] * (own.float() - softmax)).to(logits.dtype)
+    slopes = weight[:, None] * (own.float() - softmax)
+    if entropy is not None and entropy_weight is not None:
+        slopes = slopes - entropy_weight[:, None] * softmax * (log_softmax.clamp(min=_FLOOR) + entropy[:, None])
+    return slopes.to(logits.dtype)
 
 
 def taken_logprobs(
@@ -84,26 +110,52 @@ def taken_logprobs(
 
     `logits` is `[tokens, local vocabulary]`; `positions` are distinct rows of it, `targets` token ids.
     """
+    return _taken(logits, positions, targets, temperature, columns, False)[0]
+
+
+def taken_logprobs_and_entropy(
+    logits: Tensor, positions: Tensor, targets: Tensor, *, temperature: float, columns: VocabSlice
+) -> tuple[Tensor, Tensor]:
+    """`taken_logprobs`, and the entropy in nats of the distributions that the targets were taken from, alike."""
+    logprobs, entropy = _taken(logits, positions, targets, temperature, columns, True)
+    return logprobs, entropy
+
+
+def _taken(
+    logits: Tensor, positions: Tensor, targets: Tensor, temperature: float, columns: VocabSlice, entropy: bool
+) -> list[Tensor]:
     rows = targets.new_full((logits.shape[0],), -1).index_copy(0, positions, columns.local(targets, logits.shape[1]))
-    result: Tensor = _TakenLogprobs.apply(logits, rows, temperature, columns)
-    return result[positions]
+    found: tuple[Tensor, ...] = _TakenLogprobs.apply(logits, rows, temperature, columns, entropy)
+    return [values[positions] for values in found]
 
 
 class _TakenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, column: Tensor, temperature: float, columns: VocabSlice) -> Tensor:
-        own_top, total, chosen = columns.by_rows(_sums, logits, column, temperature=temperature).unbind(dim=1)
+    def forward(
+        ctx: Any, logits: Tensor, column: Tensor, temperature: float, columns: VocabSlice, entropy: bool
+    ) -> tuple[Tensor, ...]:
+        sums = columns.by_rows(_sums, logits, column, temperature=temperature, entropy=entropy)
+        own_top, own_total, own_chosen, *own_moment = sums.unbind(dim=1)
         top = columns.reduce(own_top.clone(), dist.ReduceOp.MAX)
-        total = columns.reduce(total * (own_top - top).exp(), dist.ReduceOp.SUM)
+        lower = own_top - top
+        shares = [own_total * lower.exp(), own_chosen]
+        shares += [(moment + own_total * lower) * lower.exp() for moment in own_moment]
+        total, chosen, *moment = columns.reduce(torch.stack(shares), dist.ReduceOp.SUM).unbind()
         normalizer = top + total.log()
-        ctx.save_for_backward(logits, column, normalizer)
+        found = [chosen - normalizer, *(total.log() - below / total for below in moment)]
+        ctx.save_for_backward(logits, column, normalizer, *found[1:])
         ctx.temperature, ctx.columns = temperature, columns
-        return columns.reduce(chosen.clone(), dist.ReduceOp.SUM) - normalizer
+        ctx.set_materialize_grads(False)
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor | None, entropy_gradient: Tensor | None = None
+    ) -> tuple[Tensor, None, None, None, None]:
         """d taken / d logits = (one_hot(target) - softmax) / temperature; rows that are not asked for have weight 0."""
-        logits, column, normalizer = ctx.saved_tensors
-        weight = gradients[0] / ctx.temperature
-        slopes = ctx.columns.by_rows(_slopes, logits, column, normalizer, weight, temperature=ctx.temperature)
-        return slopes, None, None, None
+        logits, column, normalizer, *entropy = ctx.saved_tensors
+        weight = torch.zeros_like(normalizer) if gradient is None else gradient / ctx.temperature
+        rows = [column, normalizer, weight]
+        if entropy_gradient is not None:
+            rows += [*entropy, entropy_gradient / ctx.temperature]
+        return ctx.columns.by_rows(_slopes, logits, *rows, temperature=ctx.temperature), None, None, None, None
