@@ -37,14 +37,17 @@ def filter_config(filter: FilterSection) -> dict[str, Any]:
 
 
 @task(task_run_name="filter-{shard.round}.{shard.index}", cache_policy=NO_CACHE)
-def filter_rollouts(scored: TableRef, shard: Shard, filter: FilterSection, *, store: StepStore) -> Filtered:
-    """Group filters see whole groups: a shard holds all samples of its prompts."""
+def filter_rollouts(
+    scored: TableRef, shard: Shard, filter: FilterSection, *, store: StepStore, oldest: int | None = None
+) -> Filtered:
+    """Group filters see whole groups: a shard holds all samples of its prompts. For `oldest` see `filter_table`."""
     started = time.monotonic()
     slot = Slot("filter", shard.round, shard.index)
-    key = store.key(slot, [scored], filter_config(filter))
+    config = filter_config(filter) | ({} if oldest is None else {"oldest": oldest})
+    key = store.key(slot, [scored], config)
     commit = store.committed(slot, key)
     if commit is None:
-        table = filter_table(read_table(scored), filter)
+        table = filter_table(read_table(scored), filter, oldest=oldest)
         ref = store.write(str(slot), table, ROLLOUTS)
         record = {"kept_groups": kept_groups(table)}
         commit = store.commit(slot, key, {"rollouts": ref}, record=record, started=started)

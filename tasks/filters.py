@@ -18,6 +18,7 @@ GROUP = "milepost.filters"
 SAMPLE = "milepost.sample_filters"
 TOO_FEW = "too_few_samples"
 INCOMPLETE = "incomplete_group"
+STALE = "stale"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ FILTERS: dict[str, Filter] = {
 SAMPLE_FILTERS: dict[str, SampleFilter] = {"none": any_sample, "not_truncated": not_truncated}
 
 # Built-in filters look at these alone; turning every token into a Python object takes longer than filtering.
-_JUDGED = ["group_id", "sample_id", "status", "reward"]
+_JUDGED = ["group_id", "sample_id", "status", "reward", "weight_version_min"]
 _SEES_ALL = {"no_aborted"}
 
 
@@ -105,18 +106,19 @@ def kept_groups(table: pa.Table) -> int:
     return len(set(table.filter(table["kept"])["group_id"].to_pylist()))
 
 
-def filter_table(table: pa.Table, filter: FilterSection) -> pa.Table:
+def filter_table(table: pa.Table, filter: FilterSection, *, oldest: int | None = None) -> pa.Table:
     """`table` with `kept` and `drop_reason` filled.
 
-    A sample that is aborted, invalid, empty or unscorable, or that the sample filter refuses, is dropped for that. Its
-    group goes on without it, unless `partial_groups` is to drop such groups; the group filter sees what is left. A
-    group with one trainable sample left of several is dropped: it has nothing to compare.
+    A sample that is aborted, invalid, empty or unscorable, that has a token of weights before version `oldest`, or
+    that the sample filter refuses, is dropped for that. Its group goes on without it, unless `partial_groups` is to
+    drop such groups; the group filter sees what is left. A group with one trainable sample left of several is dropped:
+    it has nothing to compare.
     """
     builtin = filter.group in FILTERS and filter.sample in SAMPLE_FILTERS
     rows = (table.select(_JUDGED) if builtin else table).to_pylist()
     lengths = [len(tokens) for tokens in table["response_token_ids"]]
     accepts, judge = get_sample_filter(filter.sample), get_filter(filter.group, filter.options)
-    flaws = [_flaw(row, length) for row, length in zip(rows, lengths, strict=True)]
+    flaws = [_flaw(row, length, oldest) for row, length in zip(rows, lengths, strict=True)]
     reasons = [flaw or _reason(accepts(row), filter.sample) for row, flaw in zip(rows, flaws, strict=True)]
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -135,7 +137,7 @@ def filter_table(table: pa.Table, filter: FilterSection) -> pa.Table:
     return with_columns(table, {"kept": [reason is None for reason in reasons], "drop_reason": list(reasons)})
 
 
-def _flaw(row: Row, tokens: int) -> str | None:
+def _flaw(row: Row, tokens: int, oldest: int | None) -> str | None:
     """Why this sample cannot be trained on, whatever its group."""
     if row["status"] in ("aborted", "invalid", INTERRUPTED):
         return str(row["status"])
@@ -143,7 +145,8 @@ def _flaw(row: Row, tokens: int) -> str | None:
         return "empty"
     if row["reward"] is None or not math.isfinite(row["reward"]):
         return "unscorable"
-    return None
+    version = row["weight_version_min"]
+    return STALE if oldest is not None and version is not None and version < oldest else None
 
 
 def _reason(keep: Keep, name: str) -> str | None:

@@ -1,14 +1,22 @@
 """Every sample that is not trained on has a reason, and costs its group as little as possible."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from milepost.storage.accounting import accounting
+from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import FilterSection
+from milepost.storage.parent import TAKEN, Taken
 from milepost.storage.schema import ROLLOUTS, STAGE_COLUMNS, from_rows
+from milepost.storage.tables import read_table
+from milepost.tasks.filter import filter_rollouts
 from milepost.tasks.filters import filter_table, get_filter, get_sample_filter
+from milepost.tasks.generate import Shard
+from milepost.tasks.staleness import oldest_version
 
 
 def sample(group: str, reward: float | None = 0.0, *, status: str = "completed", tokens: int = 2) -> dict[str, Any]:
@@ -51,6 +59,40 @@ def test_one_sample_left_of_several_is_too_few() -> None:
     assert reasons([sample("a"), sample("a", None)]) == ["too_few_samples", "unscorable"]
     assert reasons([sample("a")]) == [None]
     assert reasons([sample("a", None)]) == ["unscorable"]
+
+
+def test_a_sample_with_a_token_of_older_weights_than_allowed_is_stale() -> None:
+    """Of the step's own weights, of the oldest that are not stale, of ones before, and of none that are known."""
+    rows = [sample("a") | {"weight_version_min": version} for version in (5, 3, 2, None)]
+    found = filter_table(from_rows(rows, ROLLOUTS), FilterSection(), oldest=3)
+    assert found["drop_reason"].to_pylist() == [None, None, "stale", None]
+    assert filter_table(from_rows(rows, ROLLOUTS), FilterSection())["kept"].to_pylist() == [True] * 4
+
+
+@pytest.mark.parametrize(("made_by", "oldest"), [(None, 5), ("3-ab", 1), ("", None)])
+def test_staleness_counts_from_the_weights_that_the_samples_of_the_step_are_of(
+    tmp_path: Path, made_by: str | None, oldest: int | None
+) -> None:
+    """The step's own, those of the run that the samples come from, or none that are known."""
+    store, shard = StepStore(str(tmp_path), "run", 9), Shard(0, 1, 0)
+    if made_by is not None:
+        record = {TAKEN: asdict(Taken("other", 3, "", made_by, {}))}
+        store.commit(Slot("generate", 0, 0), "key", {}, record=record, started=0.0)
+    assert oldest_version(store, shard, version="7-ab", max_staleness=2) == oldest
+    assert oldest_version(store, shard, version="7-ab", max_staleness=None) is None
+
+
+def test_a_group_of_stale_samples_is_accounted_for_as_that(tmp_path: Path) -> None:
+    store = StepStore(str(tmp_path), "run", 9)
+    rows = [sample(group) | {"weight_version_min": version} for group, version in (("a", 4), ("b", 5))]
+    scored = store.write("scored", from_rows(rows, ROLLOUTS), ROLLOUTS)
+    filtered = filter_rollouts.fn(scored, Shard(0, 1, 0), FilterSection(), store=store, oldest=5)
+    assert filtered.kept_groups == 1
+    assert accounting(["a", "b"], read_table(filtered.rollouts), {"b"}) == {
+        "filtered: stale": 1,
+        "trained": 1,
+        "served": 2,
+    }
 
 
 def test_groups_without_spread_are_dropped_on_request() -> None:
