@@ -1,4 +1,4 @@
-"""From rewards to advantages: a value per sample, the same for every token of its response.
+"""From rewards to advantages: a value per sample or, with a penalty on tokens or a discount, a value per token.
 
 A sample without a finite reward, or one that a filter did not keep, gets 0.0 and leaves its group's statistics.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from milepost.storage.registry import check_arity, nearest, resolve
+from milepost.tasks.token_returns import penalties, returns, whitened
 
 GROUP = "milepost.advantages"
 STD_EPS = 1e-6
@@ -51,7 +52,7 @@ def _by_group(estimator: GroupAdvantage) -> Advantage:
     """An advantage over a table from one over the finite rewards of a group."""
 
     def advantage(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
-        _check_params(params)
+        _check_params(params, ["normalize_std", "eps"])
         scored: dict[str, list[tuple[int, float]]] = {}
         for row, (group, reward) in enumerate(zip(rollouts["group_id"].to_pylist(), _rewards(rollouts), strict=True)):
             if reward is not None:
@@ -65,12 +66,44 @@ def _by_group(estimator: GroupAdvantage) -> Advantage:
     return advantage
 
 
+def reinforce_plus_plus(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
+    """Discounted returns of each token, which is charged for its divergence from the reference (arXiv:2501.03262)."""
+    charged, masks = _charged(rollouts, params), rollouts["loss_mask"].to_pylist()
+    return [
+        [0.0] * len(mask) if reward is None else returns(reward, charges, mask, gamma=params.get("gamma", 1.0))
+        for reward, charges, mask in zip(_rewards(rollouts), charged, masks, strict=True)
+    ]
+
+
+def reinforce_plus_plus_baseline(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
+    """Reward minus the group's mean, and what the token itself is charged; nothing is discounted (arXiv:2501.03262)."""
+    centred, charged = _by_group(dr_grpo)(rollouts, {}), _charged(rollouts, params)
+    return [
+        row if reward is None else [value - float(charge) for value, charge in zip(row, charges, strict=True)]
+        for row, charges, reward in zip(centred, charged, _rewards(rollouts), strict=True)
+    ]
+
+
+def _charged(rollouts: pa.Table, params: Mapping[str, Any]) -> list[Any]:
+    _check_params(params, ["gamma", "kl_coef", "kl_estimator"])
+    coefficient, estimator = params.get("kl_coef", 0.0), params.get("kl_estimator", "low_var")
+    return penalties(rollouts, kl_coef=coefficient, kl_estimator=estimator)
+
+
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": _by_group(grpo),
+    "gspo": _by_group(grpo),
     "dr_grpo": _by_group(dr_grpo),
     "rloo": _by_group(rloo),
     "reinforce": _by_group(reinforce),
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
+
+NORMALISED = ("grpo", "gspo")  # by the group's deviation
+BASELINES = (*NORMALISED, "dr_grpo", "rloo", "reinforce_plus_plus_baseline")  # zero for a group of one
+PER_TOKEN = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # have a reward for each token, and are whitened
+DISCOUNTED = ("reinforce_plus_plus",)
 
 
 def get_advantage(name: str) -> Advantage:
@@ -80,8 +113,11 @@ def get_advantage(name: str) -> Advantage:
     return advantage
 
 
-def advantage_columns(rollouts: pa.Table, name: str, **params: Any) -> list[list[float]]:
-    """Per-token advantages in table order, each row as long as its response; ValueError when an estimator differs."""
+def advantage_columns(rollouts: pa.Table, name: str, *, whiten: bool = False, **params: Any) -> list[list[float]]:
+    """Per-token advantages in table order, each row as long as its response; ValueError when an estimator differs.
+
+    With `whiten`, and always for the estimators of PER_TOKEN, they are whitened over the trained tokens of the table.
+    """
     columns = [[float(value) for value in row] for row in get_advantage(name)(rollouts, params)]
     found, wanted = [len(row) for row in columns], _response_lengths(rollouts)
     if found != wanted:
@@ -89,7 +125,7 @@ def advantage_columns(rollouts: pa.Table, name: str, **params: Any) -> list[list
     for row, values in enumerate(columns):
         if not all(map(math.isfinite, values)):
             raise ValueError(f"advantage {name!r} is not finite in row {row}: return 0.0 where there is no advantage")
-    return columns
+    return whitened(columns, _trained(rollouts)) if whiten or name in PER_TOKEN else columns
 
 
 def compute(name: str, rewards: list[list[float | None]], **params: Any) -> list[list[float]]:
@@ -123,12 +159,17 @@ def _rewards(rollouts: pa.Table) -> list[float | None]:
     ]
 
 
+def _trained(rollouts: pa.Table) -> list[list[int]]:
+    """The loss mask of each row, and nothing trained in one that has no part in the step."""
+    masks = rollouts["loss_mask"].to_pylist()
+    return [[0] * len(mask) if reward is None else mask for mask, reward in zip(masks, _rewards(rollouts), strict=True)]
+
+
 def _response_lengths(rollouts: pa.Table) -> list[int]:
     return [len(row) for row in rollouts["response_token_ids"]]
 
 
-def _check_params(params: Mapping[str, Any]) -> None:
-    known = ["normalize_std", "eps"]
+def _check_params(params: Mapping[str, Any], known: list[str]) -> None:
     for name in params:
         if name not in known:
             raise ValueError(f"unknown advantage parameter {name!r}{nearest(name, known)} known: {known}")

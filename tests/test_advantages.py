@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pytest
@@ -34,13 +35,13 @@ def test_the_other_estimators() -> None:
     assert compute("reinforce", [[1, 0.25], [3]]) == [[1.0, 0.25], [3.0]]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
 def test_without_spread_there_is_no_advantage(name: str) -> None:
     groups = [[1, 1, 1, 1], [0.1] * 4, [7], [None, None], [None, 3], []]
     assert compute(name, groups) == [[0.0] * len(group) for group in groups]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "rloo", "reinforce", "reinforce_plus_plus"])
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
 def test_an_unscorable_sample_leaves_its_group_as_it_was(name: str, missing: float | None) -> None:
     [with_it], [without] = compute(name, [[1, missing, 0, 0]]), compute(name, [[1, 0, 0]])
@@ -52,6 +53,26 @@ def test_groups_keep_their_shape_and_sum_to_zero(groups: list[list[float | None]
     advantages = compute("grpo", groups)
     assert [len(group) for group in advantages] == [len(group) for group in groups]
     assert all(abs(sum(group)) < 1e-6 for group in advantages)
+
+
+Group = st.lists(st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=1, max_size=6)
+COMPARING = st.sampled_from(["grpo", "gspo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
+
+
+@given(COMPARING, st.lists(Group, min_size=1, max_size=4), st.integers(-20, 20))
+def test_what_compares_within_a_group_knows_no_shift(name: str, groups: list[list[float]], shift: int) -> None:
+    moved = compute(name, [[reward + shift for reward in group] for group in groups])
+    assert [close(group) for group in compute(name, groups)] == moved
+
+
+@given(COMPARING, st.lists(Group, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_the_order_of_groups_and_samples_does_not_matter(name: str, groups: list[list[float]], random: Random) -> None:
+    places = [(at, sample) for at, group in enumerate(groups) for sample in range(len(group))]
+    random.shuffle(places)
+    table = rollouts([str(at) for at, _ in places], [groups[at][sample] for at, sample in places], [1] * len(places))
+    table = table.append_column("loss_mask", pa.array([[1]] * len(places), pa.list_(pa.uint8())))
+    found, ordered = advantage_columns(table, name), compute(name, groups)
+    assert [row[0] for row in found] == close([ordered[at][sample] for at, sample in places])
 
 
 def test_columns_follow_the_table_and_the_length_of_each_response() -> None:
