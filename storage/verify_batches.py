@@ -8,8 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from milepost.storage.batch_plan import BatchPlan
+from milepost.storage.micro_batches import trained_lengths
 from milepost.storage.verify_samples import check_stage, lengths, not_finite
 from milepost.storage.verify_tables import WRITTEN_SO, Fault, Stack
+
+_OPTIONAL = ("ref_logprobs", "importance_weights")
 
 
 def chosen(filtered: pa.Table, groups: int) -> pa.Table:
@@ -62,12 +65,12 @@ def _membership(wanted: pa.Table, batches: Stack, commit_uri: str) -> list[Fault
 
 
 def check_trained(batches: Stack) -> list[Fault]:
-    """Advantages and old log-probabilities: one finite number a token. The reference's too, where there are any."""
+    """Advantages and old log-probabilities: one finite number a token; and of what not all runs have, where it is."""
     table = batches.table
     tokens = lengths(table, "response_token_ids")
     rules: list[tuple[Any, str]] = []
-    for column in ("advantages", "old_logprobs", "ref_logprobs"):
-        if column == "ref_logprobs" and table[column].null_count == table.num_rows:
+    for column in ("advantages", "old_logprobs", *_OPTIONAL):
+        if column in _OPTIONAL and table[column].null_count == table.num_rows:
             continue
         rules += [
             (pc.not_equal(lengths(table, column), tokens), f"has other than one number for each token in {column}"),
@@ -82,12 +85,14 @@ def check_results(record: dict[str, Any], key: str, batches: Stack, commit_uri: 
     if len(results) != len(batches.parts):
         return [Fault(commit_uri, f"has {len(results)} results for {len(batches.parts)} batches", WRITTEN_SO)]
     faults = []
-    for index, (result, (uri, rows)) in enumerate(zip(results, batches.parts, strict=True)):
+    for index, (result, (uri, batch)) in enumerate(zip(results, batches.each(), strict=True)):
         if result["key"] != f"{key}-{index:03d}":
             faults.append(Fault(commit_uri, f"result {index} has the key of another batch", WRITTEN_SO))
+        rows, trained = batch.num_rows, len(trained_lengths(batch))
         samples = result["metrics"].get("samples", rows)
-        if samples != rows:
-            faults.append(Fault(uri, f"has {rows} samples, the optimizer counted {samples:g}", WRITTEN_SO))
+        if samples not in (rows, trained):  # older fakes count those without a token to train
+            known = f"{rows} samples, {trained} of them with a token to train"
+            faults.append(Fault(uri, f"has {known}, the optimizer counted {samples:g}", WRITTEN_SO))
     for before, after in itertools.pairwise(results):
         if after["optimizer_step"] != before["optimizer_step"] + bool(after["applied"]):
             number = f"{before['optimizer_step']} then {after['optimizer_step']}"

@@ -6,6 +6,7 @@ from milepost.storage import files
 from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import BatchPlan
 from milepost.storage.manifest import StepManifest
+from milepost.storage.micro_batches import PackingRules
 from milepost.storage.parent import taken_from
 from milepost.storage.prompt_mixture import Share
 from milepost.storage.runs import RunFolder
@@ -13,6 +14,7 @@ from milepost.storage.stages import WHOLE, Course
 from milepost.storage.tables import TableRef
 from milepost.storage.verify_batches import check_batches, check_results
 from milepost.storage.verify_carried import carried_here, check_carried
+from milepost.storage.verify_micro_batches import check_micro_batches
 from milepost.storage.verify_prompts import Place, Served, check_served
 from milepost.storage.verify_samples import check_groups, check_kept, check_rows, check_stage, check_versions
 from milepost.storage.verify_stored import SHARDED, Entry, SlotKey, StoredStep, read_entries, read_tables
@@ -31,6 +33,7 @@ class Settings:
     shuffle: bool
     on_too_few: str
     round_size: int
+    packing: PackingRules
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ def _with_settings(facts: RunFacts, stored: StoredStep, settings: Settings) -> t
             stored.stack("filter"), batches, settings.plan, on_too_few=settings.on_too_few, commit_uri=uri
         )
         faults += check_results(entry["record"], entry["key"], batches, uri)
+        faults += check_micro_batches(entry["record"], batches, settings.packing, uri)
     return served, faults
 
 

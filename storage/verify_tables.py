@@ -1,6 +1,6 @@
 """Reading what a run has stored as someone who does not trust it: what is wrong becomes a fault, with file and fix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,13 @@ class Stack:
                 return uri
             row -= rows
         raise IndexError(row)
+
+    def each(self) -> Iterator[tuple[str, pa.Table]]:
+        """Every file and its rows."""
+        begin = 0
+        for uri, rows in self.parts:
+            yield uri, self.table.slice(begin, rows)
+            begin += rows
 
     def flagged(self, mask: Any, what: str) -> list[Fault]:
         """One fault when any row is true or null in `mask`; it names the first, and says how many there are."""

@@ -1,5 +1,7 @@
 """Packing and balancing use every sample once, whatever the lengths."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,16 @@ def test_parts_differ_by_at_most_the_longest_sample(lengths: list[int], parts: i
     assert flat(groups) == list(range(len(lengths)))
     sums = [sum(lengths[index] for index in group) for group in groups]
     assert max(sums) - min(sums) <= max(lengths, default=0)
+
+
+@pytest.mark.parametrize("parts", [2, 8, 64])
+def test_thousands_of_lengths_are_balanced_to_a_thousandth(parts: int) -> None:
+    draw = random.Random(0)
+    lengths = [min(8192, 1 + int(draw.lognormvariate(6.5, 0.9))) for _ in range(10_000)]
+    groups = balance(lengths, parts)
+    sums = [sum(lengths[index] for index in group) for group in groups]
+    assert flat(groups) == list(range(len(lengths)))
+    assert max(sums) * parts <= 1.001 * sum(sums)
 
 
 @given(lengths_lists, st.integers(1, 8))

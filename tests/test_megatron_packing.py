@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from milepost.engines.megatron_attention import boundaries, causal, packed_padded
-from milepost.engines.megatron_batch import Sample, micro_batch, split
+from milepost.engines.megatron_batch import Sample, micro_batch
 
 CPU = torch.device("cpu")
 
@@ -23,11 +23,6 @@ def test_packed_samples_have_no_padding_and_predict_their_own_tokens() -> None:
     assert (batch.positions.tolist(), batch.targets.tolist()) == ([1, 2, 3, 6], [2, 3, 4, 3])
     assert batch.columns["advantages"].tolist() == [[0, 1, 1, 1], [0, 0, 2, 0]]
     assert batch.columns["advantages"].view(-1)[batch.cells].tolist() == [1, 1, 1, 2]
-
-
-def test_packed_micro_batches_are_filled_by_the_sum_of_tokens() -> None:
-    samples = [sample(1, length) for length in (59, 19, 19)]
-    assert [len(split(samples, 100, rank=0, ranks=1, packing=packing)) for packing in (True, False)] == [1, 2]
 
 
 def test_a_rank_without_samples_computes_one_padding_token() -> None:

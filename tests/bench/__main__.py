@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other: `python -m tests.bench`, or `make bench`."""
+"""Every benchmark, one after the other: `python -m tests.bench`, or `make bench`; with names, those alone."""
 
 import subprocess
 import sys
@@ -9,12 +9,15 @@ from pathlib import Path
 SLOW = {"bench_demo.py", "bench_regrade.py", "bench_pages.py"}
 
 
-def main() -> None:
-    for script in sorted(Path(__file__).parent.glob("bench_*.py")):
-        if script.name not in SLOW:
-            print(f"== {script.stem}", flush=True)
-            subprocess.run([sys.executable, str(script)], check=True)
+def main(names: list[str]) -> None:
+    scripts = {path.stem.removeprefix("bench_"): path for path in sorted(Path(__file__).parent.glob("bench_*.py"))}
+    unknown = [name for name in names if name not in scripts]
+    if unknown:
+        sys.exit(f"no benchmark is called {unknown[0]!r}: choose among {', '.join(scripts)}")
+    for name in names or [name for name, path in scripts.items() if path.name not in SLOW]:
+        print(f"== bench_{name}", flush=True)
+        subprocess.run([sys.executable, str(scripts[name])], check=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
