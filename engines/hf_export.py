@@ -1,15 +1,20 @@
-"""Weights written as a Hugging Face folder that transformers and rollout engines load: complete, or absent."""
+"""Weights written as a Hugging Face folder that transformers and rollout engines load: complete, or absent.
+
+`.complete` is written last, with the digest of the weights: for whoever waits for a folder that is copied elsewhere.
+"""
 
 import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from milepost.engines.conversion import COMPLETE
 from milepost.engines.digest import weights_digest
 from milepost.storage import files
 
@@ -42,16 +47,23 @@ def export_folder(
 
     The folder appears under its name only when it is complete; one that is there is replaced.
     """
-    target = local_path(uri)
+    with new_folder(local_path(uri)) as folder:
+        digest = weights_digest(_write_shards(tensors, folder, shard_bytes))
+        copy_side_files(Path(model_dir), folder, dtype)
+        (folder / COMPLETE).write_text(digest)
+    return digest
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill: it appears as `target` at the end of the block, and not at all after an error in it."""
     temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
     temporary.mkdir(parents=True)
     try:
-        digest = weights_digest(_write_shards(tensors, temporary, shard_bytes))
-        _copy_side_files(Path(model_dir), temporary, dtype)
+        yield temporary
         publish_folder(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return digest
 
 
 def _write_shards(
@@ -91,7 +103,7 @@ def _name_shards(shards: list[list[str]], folder: Path, total: int) -> None:
     files.publish_json(index_file, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _copy_side_files(source: Path, folder: Path, dtype: str) -> None:
+def copy_side_files(source: Path, folder: Path, dtype: str) -> None:
     """The configuration with the type the weights now have, the tokenizer, and generation defaults."""
     config: dict[str, Any] = files.read_json(str(source / "config.json"))
     config.pop("torch_dtype", None)

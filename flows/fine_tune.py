@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -137,15 +138,16 @@ async def fine_tune(
     advance: Callable[[str], None],
     data: Mapping[str, Any] | None = None,
     learnt: Learnt | None = None,
+    waiting: AbstractContextManager[None] = nullcontext(),
 ) -> FineTuned:
     """Train on `examples` and export the weights to `folder/model`; the Ray cluster must be joined.
 
     What they come from is in `folder/sft.json`, for the lineage of whatever begins with them; `data` says there where
-    the examples are from. Each batch is in the folder of its step, and `learnt` is told of it. RuntimeError when loss
-    or gradient is not finite.
+    the examples are from. Each batch is in the folder of its step, and `learnt` is told of it. Inside of `waiting` it
+    is not yet its turn on the engines. RuntimeError when loss or gradient is not finite.
     """
     course = _Course()
-    async with trainer_alone(run, parameters, model_dir) as trainer:
+    async with trainer_alone(run, parameters, model_dir, waiting=waiting) as trainer:
         for step, batch in enumerate(draw(examples, plan)):
             started = time.monotonic()
             rows = [example_row(item, run=run, step=step, position=at) for at, item in enumerate(batch)]

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from milepost.engines.protocols import UpdateResult
 from milepost.flows import crashed
-from milepost.flows.claim import claimed
+from milepost.flows.claim import claimed, queued
 from milepost.flows.fine_tune import fine_tune
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar, say
@@ -110,6 +110,7 @@ async def _made(wanted: SftRun, launched: Launched) -> dict[str, Any]:
             advance=stack.enter_context(progress_bar(folder.run_id, wanted.plan.steps)),
             data=asdict(wanted.taught),
             learnt=learnt,
+            waiting=queued(folder, launched.fence),
         )
     return {
         "run": folder.run_id,

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from milepost.engines.model_layout import check_layout
-from milepost.engines.tokenizer import Tokenizer, load_tokenizer
+from milepost.engines.schedule import check_schedule
+from milepost.engines.tokenizer import Learnable, Tokenizer, load_tokenizer
 from milepost.flows.engine_checks import check_gpus
 from milepost.flows.fine_tune import Example, SftPlan
 from milepost.flows.plan import check_context, model_folder
 from milepost.flows.recipe import absolute_root
 from milepost.flows.trainer_alone import without_rollout
 from milepost.storage import files, redaction, runs
-from milepost.storage.messages import Messages
 from milepost.storage.parameters import DataSection, EnginesSection, ModelSection, Parameters, TrackingSection
 from milepost.storage.prompt_source import parse_path
 from milepost.storage.runs import RunExists, RunFolder
@@ -59,9 +59,7 @@ def plan_sft(
     if engines.train == "none":
         raise ValueError("engines.train is 'none', and somebody has to train: set it to 'megatron'")
     own = DataSection(seed=data.seed)
-    given = without_rollout(
-        Parameters(model=model, data=own, optimizer=optimizer, perf=perf, engines=engines, tracking=tracking)
-    )
+    given = without_rollout(Parameters(model=model, data=own, perf=perf, engines=engines, tracking=tracking))
     parameters = given.resolved()
     if not model.path:
         raise ValueError("no model is given: name its folder with --model, or as model.path")
@@ -72,16 +70,20 @@ def plan_sft(
     check_context(config, parameters)
     tokenizer = load_tokenizer(model_dir, trust_remote_code=model.trust_remote_code)
     path: str = redaction.resolved(data.path)
-    found = [_example(row, path, tokenizer, template=data.apply_chat_template) for row in read_sft_rows(path)]
+    rows = read_sft_rows(path)
+    found = [one for row in rows for one in _examples(row, path, tokenizer, template=data.apply_chat_template)]
     examples = _fitting(found, path, model.context_length)
+    plan = _plan(len(examples), data, steps, epochs)
+    schedule = {"optimizer": optimizer.ending_at(plan.steps)}
+    check_schedule(schedule["optimizer"])
     return SftRun(
         folder=folder,
-        given=given,
-        parameters=parameters,
+        given=given.model_copy(update=schedule),
+        parameters=parameters.model_copy(update=schedule),
         model_dir=model_dir,
         model_config=config,
         examples=examples,
-        plan=_plan(len(examples), data, steps, epochs),
+        plan=plan,
         taught=Taught(
             file=redaction.masked_text(absolute_root(path)),
             digest=files.digest_of(files.read(parse_path(path)[0])),
@@ -112,11 +114,12 @@ def _plan(rows: int, data: SftDataSection, steps: int | None, epochs: float | No
     return SftPlan(math.ceil(wanted / data.batch_size), data.batch_size, data.seed, examples=wanted)
 
 
-def _example(row: Dialogue | Solved, path: str, tokenizer: Tokenizer, *, template: bool) -> Example:
+def _examples(row: Dialogue | Solved, path: str, tokenizer: Tokenizer, *, template: bool) -> list[Example]:
     try:
         if isinstance(row, Solved):
-            return solved_example(row.prompt, row.response, tokenizer, template=template)
-        return dialogue_example(row.messages, tokenizer)
+            return [solved_example(row.prompt, row.response, tokenizer, template=template)]
+        learnable = tokenizer.dialogues(encodable(row.messages), encodable(row.tools))
+        return [dialogue_example(one, tokenizer) for one in learnable]
     except ValueError as error:
         raise bad_row(parse_path(path)[0], row.line, str(error)) from None
 
@@ -130,17 +133,16 @@ def solved_example(prompt: str, response: str, tokenizer: Tokenizer, *, template
     return Example(prompt, ids, response, tokenizer.encode_response(encodable(response), ended=True))
 
 
-def dialogue_example(messages: Messages, tokenizer: Tokenizer) -> Example:
+def dialogue_example(found: Learnable, tokenizer: Tokenizer) -> Example:
     """A dialogue from its first token that the assistant says to its last, and as a prompt what comes before."""
-    ids, mask = tokenizer.dialogue(encodable(messages))
+    ids, mask = found.ids, found.mask
     if 1 not in mask:
         raise ValueError("no token of it is the assistant's, so there is nothing to learn")
     begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
     if not begin:
         raise ValueError("its first token is the assistant's, and nothing predicts that")
-    first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
     said = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
-    return Example(messages[:first], ids[:begin], said, ids[begin:end], mask[begin:end])
+    return Example(found.asked, ids[:begin], said, ids[begin:end], mask[begin:end])
 
 
 def _fitting(found: list[Example], path: str, context_length: int) -> list[Example]:

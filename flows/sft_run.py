@@ -69,7 +69,8 @@ def close_learnt(
     folder = launched.folder
     store = StepStore(folder.step(step), folder.run_id, step, launched.fence)
     slot = Slot("optimize")
-    store.commit(slot, store.key(slot, [batch], {}), {"batch": batch}, started=started)
+    record = {"results": [asdict(result)]}
+    store.commit(slot, store.key(slot, [batch], {}), {"batch": batch}, record=record, started=started)
     closed = StepManifest(
         run_id=folder.run_id,
         step=step,

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from milepost.storage.messages import Messages, Unusable, checked_messages, shown
+from milepost.storage.prompt_rows import Tools, checked_tools
 from milepost.storage.prompt_source import BadLine, RawRow, parse_path, read_rows
 from milepost.storage.section import Section
 
@@ -16,7 +17,10 @@ class SftDataSection(Section):
     """Which rows are learnt, and how many at a time."""
 
     path: str = ""
-    """JSONL or Parquet rows of `messages`, or of `prompt` and `response`; `path@[a:b]` takes a slice of them."""
+    """JSONL or Parquet rows of `messages`, or of `prompt` and `response`; `path@[a:b]` takes a slice of them.
+
+    Messages may have `tools` beside them, definitions that the chat template shows to the model.
+    """
     batch_size: PositiveInt = 32
     """Rows an optimizer step."""
     apply_chat_template: bool = True
@@ -27,10 +31,11 @@ class SftDataSection(Section):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Messages, some of them the assistant's and the first of them not."""
+    """Messages, some of them the assistant's and the first of them not, and the tools that it may call in them."""
 
     line: int
     messages: Messages
+    tools: Tools
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def _read(row: RawRow) -> Dialogue | Solved:
     # Parquet gives every row the columns of all; a null there means that the row has none.
     value = {key: found for key, found in row.value.items() if found is not None}
     if "messages" in value:
-        return Dialogue(row.line, _checked_dialogue(value["messages"]))
+        return Dialogue(row.line, _checked_dialogue(value["messages"]), checked_tools(value.get("tools"), "tools"))
     if not {"prompt", "response"} <= value.keys():
         raise Unusable(f"no 'messages', and not both 'prompt' and 'response'; keys found: {sorted(value)}")
     return Solved(row.line, _checked_text(value, "prompt"), _checked_text(value, "response"))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.engines.chat_masks import assistant_spans, token_mask
+from milepost.engines.chat_masks import rendered, token_mask
 from milepost.engines.tokenizer import Tokenizer, load_tokenizer
 from milepost.flows.fine_tune import Example, SftPlan, draw
 from milepost.flows.launch_sft import sections_of
@@ -60,7 +60,8 @@ def talker(model_dir: str, tmp_path: Path) -> Talker:
 
 def trained_text(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[str]:
     """What the trained tokens of a dialogue say, by turn."""
-    pairs = zip(*tokenizer.dialogue(messages), strict=True)
+    (found,) = tokenizer.dialogues(messages)
+    pairs = zip(found.ids, found.mask, strict=True)
     said = [tokenizer.decode([token], skip_special_tokens=False) if trained else " " for token, trained in pairs]
     return "".join(said).split()
 
@@ -75,26 +76,26 @@ def test_what_the_assistant_says_is_trained_with_the_token_that_ends_it(talker: 
     assert trained_text(talker(template), TALK) == ["2<eos>", "44<eos>"]
 
 
-def test_a_template_that_renders_a_turn_otherwise_once_others_follow_is_refused(talker: Talker) -> None:
-    with pytest.raises(ValueError, match="message 1 otherwise when others follow or precede it"):
-        talker(FORGETFUL).dialogue(TALK)
+def test_a_template_that_renders_an_answer_otherwise_than_it_asks_for_it_is_refused(talker: Talker) -> None:
+    with pytest.raises(ValueError, match="message 1 otherwise than it asks for it"):
+        talker(FORGETFUL).dialogues(TALK)
 
 
 def test_without_a_template_messages_are_refused_and_prompts_with_responses_are_not(model_dir: str) -> None:
     with pytest.raises(ValueError, match="no chat template"):
-        load_tokenizer(model_dir).dialogue(TALK)
+        load_tokenizer(model_dir).dialogues(TALK)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text("ab", max_size=3)), min_size=1, max_size=6))
 def test_spans_cover_exactly_what_the_assistant_says(turns: list[tuple[str, str]]) -> None:
+    turns = [*turns, ("assistant", "b")]
     messages = [{"role": role, "content": text} for role, text in turns]
 
     def render(part: list[dict[str, Any]], asks: bool) -> str:
         return "".join(f"{one['role'][0]}:{one['content']};" for one in part) + "a:" * asks
 
-    whole = render(messages, False)
-    said = [whole[begin:end] for begin, end in assistant_spans(render, messages)]
-    assert said == [f"{text};" for role, text in turns if role == "assistant"]
+    answers = [f"{text};" for role, text in turns if role == "assistant"]
+    assert [one.text[begin:end] for one in rendered(render, messages) for begin, end in one.spans] == answers
 
 
 def test_a_token_that_is_only_partly_the_assistants_is_not_trained() -> None:
