@@ -43,9 +43,8 @@ def has_spare(parameters: Parameters) -> bool:
 
 def slots(parameters: Parameters) -> Slots:
     """Where everything of a run that uses a GPU goes; engines that run on the CPU or elsewhere need none."""
-    model, engines = parameters.model, parameters.engines
-    world = model.tensor_parallel * model.pipeline_parallel * model.data_parallel
-    ranks = list(range(world)) if engines.train == "megatron" else []
+    engines = parameters.engines
+    ranks = list(range(parameters.model.ranks)) if engines.train == "megatron" else []
     first, size = 0 if parameters.perf.colocate else len(ranks), engines.gpus_per_engine
     started = engines.rollout_engines if engines.rollout == "sglang" and not engines.sglang_urls else 0
     found = Slots(ranks, [[first + index * size + gpu for gpu in range(size)] for index in range(started)])

@@ -2,17 +2,21 @@
 
 Packed samples stand behind each other in one row, and `boundaries` says where they begin. It is a tensor, so that it
 passes through Megatron's layers, pipelines and recomputation in the place of the attention mask, which is not needed.
+Context-parallel ranks have chunks of the row (see row_split), and gather the keys and values of all of it.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from milepost.engines.row_split import WHOLE, RowSplit, chunk_columns
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -29,33 +33,37 @@ def boundaries(lengths: list[int], device: torch.device) -> Tensor:
     return starts.to(device)[:, None].expand(-1, max(lengths))
 
 
-def _varlen_options(group: int) -> dict[str, Any]:
-    """Causal, with `group` query heads a key-value head, in the words of the torch that is installed.
+def flash_kernel(group: int) -> Callable[..., Tensor] | None:
+    """Torch's variable-length attention, causal, with `group` query heads a key-value head; None before torch 2.10.
 
     Torch without `enable_gqa` asks nothing: its kernels take fewer key-value heads as they are.
     """
+    if varlen_attn is None:
+        return None
     known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": group > 1} if "enable_gqa" in known else {})
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = group > 1
+    kernel: Callable[..., Any] = partial(varlen_attn, **options)
+    return kernel
+
+
+def _by_heads(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
+    """Torch's attention over rows `[time, batch, heads, head_dim]`, which it wants in another order."""
+    rows = [row.permute(1, 2, 0, 3) for row in (query, key, value)]
+    mixed = scaled_dot_product_attention(*rows, **mask, enable_gqa=query.shape[2] != key.shape[2])
+    return mixed.permute(2, 0, 1, 3)
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention over rows `[time, batch, heads, head_dim]`."""
-    mixed = scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),
-        key.permute(1, 2, 0, 3),
-        value.permute(1, 2, 0, 3),
-        is_causal=True,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    return mixed.permute(2, 0, 1, 3)
+    return _by_heads(query, key, value, is_causal=True)
 
 
-def packed_flash(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, options: dict[str, Any]) -> Tensor:
+def packed_flash(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
     """Attention inside each sample of `[tokens, heads, head_dim]`, 16-bit, by the variable-length flash kernels."""
     longest, offsets = starts.shape[1], starts[:, 0].contiguous()
-    mixed: Tensor = varlen_attn(query, key, value, offsets, offsets, longest, longest, **options)
-    return mixed
+    return kernel(query, key, value, offsets, offsets, longest, longest)
 
 
 def packed_padded(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
@@ -72,6 +80,38 @@ def packed_padded(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> 
     return causal(padded(query), padded(key), padded(value))[row, sample]
 
 
+def chunks_masked(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, split: RowSplit) -> Tensor:
+    """Attention of this rank's chunks of rows `[time, batch, heads, head_dim]`, for any type and device.
+
+    `key` and `value` are of all ranks, behind each other; `starts` says where the samples of a row begin and end.
+    """
+    table = chunk_columns(starts, key.shape[0], split.ranks)
+    columns, own = table[split.order].flatten(), split.own(table)
+    first = starts[torch.bucketize(own, starts[1:], right=True)]  # of the sample of each query
+    mask = (columns <= own[:, None]) & (columns >= first[:, None])
+    return _by_heads(query, key, value, attn_mask=mask)
+
+
+def chunks_flash(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, split: RowSplit, kernel: Callable[..., Tensor]
+) -> Tensor:
+    """The same for packed samples, `[tokens, heads, head_dim]`, by the flash kernels: one call for each of two chunks.
+
+    The queries of chunk k are the last of the first k + 1 chunks of their sample, and the kernels' causal mask is
+    aligned to the end, so each call has the keys up to there.
+    """
+    longest, offsets = starts.shape[1] // (2 * split.ranks), starts[:, 0] // (2 * split.ranks)
+    table = chunk_columns(starts[:, 0], key.shape[0], split.ranks)
+    place = table[split.order].flatten().argsort()  # where the column of a row is among gathered ones
+    mixed = []
+    for chunk, part in zip(split.chunks, query.chunk(2), strict=True):
+        until = place[table[: chunk + 1].flatten().sort().values]
+        rows = part, key.index_select(0, until), value.index_select(0, until)
+        ends = offsets * (chunk + 1)
+        mixed.append(kernel(*rows, offsets, ends, longest, longest * (chunk + 1)))
+    return torch.cat(mixed)
+
+
 class CausalAttention(torch.nn.Module):
     """Megatron's core attention. Padding is at the end of a row, so the causal mask alone keeps it out."""
 
@@ -79,34 +119,30 @@ class CausalAttention(torch.nn.Module):
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any
     ) -> None:
         super().__init__()
-        group = config.num_attention_heads // config.num_query_groups
-        self._varlen = _varlen_options(group) if varlen_attn is not None else None
+        self._flash = flash_kernel(config.num_attention_heads // config.num_query_groups)
+        self._group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self._split = RowSplit(self._group.rank(), self._group.size()) if self._group is not None else WHOLE
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **options: Any
     ) -> Tensor:
         """`query` is [time, batch, heads, head_dim], `key` and `value` have the key-value heads; the result is
         [time, batch, heads * head_dim]. `attention_mask` is None, or the `boundaries` of a single packed row."""
+        flash = self._flash if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+        if self._group is not None:
+            return self._of_chunks(query, key, value, attention_mask, flash).flatten(2)
         if attention_mask is None or attention_mask.shape[0] == 2:
             return causal(query, key, value).flatten(2)
         rows = query.squeeze(1), key.squeeze(1), value.squeeze(1), attention_mask
-        if self._varlen is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return packed_flash(*rows, options=self._varlen).flatten(1).unsqueeze(1)
-        return packed_padded(*rows).flatten(1).unsqueeze(1)
+        mixed = packed_flash(*rows, flash) if flash else packed_padded(*rows)
+        return mixed.flatten(1).unsqueeze(1)
 
-
-class RowLinear(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's, which does not pass its group on: each product would warn of that and end a compiled graph."""
-
-    def _forward_impl(self, **options: Any) -> Any:
-        return super()._forward_impl(**options | {"tp_group": self.tp_group})
-
-
-def layer_spec(*, qk_norm: bool) -> Any:
-    """Megatron's local transformer layer with RMS norms and this attention."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp
-    attention.core_attention, attention.linear_proj = CausalAttention, RowLinear
-    # A spec in megatron-core 0.16, a partial in 0.19.
-    (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc2 = RowLinear
-    return spec
+    def _of_chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, flash: Any) -> Tensor:
+        """Gathering keys and values adds up, on the way back, what the queries of all ranks say of their gradient."""
+        whole = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self._group)
+        keys, values = whole.chunk(2, dim=-1)
+        if starts is not None and flash:
+            rows = query.squeeze(1), keys.squeeze(1), values.squeeze(1)
+            return chunks_flash(*rows, starts, self._split, flash).unsqueeze(1)
+        ends = torch.tensor([0, len(keys)], device=query.device) if starts is None else starts[:, 0]
+        return chunks_masked(query, keys, values, ends, self._split)

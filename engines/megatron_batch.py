@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from milepost.engines.batching import balance, pack, pack_padded
 from milepost.engines.megatron_attention import boundaries
+from milepost.engines.row_split import WHOLE, RowSplit, chunk_columns
+from milepost.storage.micro_batches import trained_lengths
 
-_LOSS_COLUMNS = ("loss_mask", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+_OPTIONAL_COLUMNS = ("ref_logprobs", "importance_weights")  # which all samples of a batch have, or none
+_LOSS_COLUMNS = ("loss_mask", "advantages", "old_logprobs", "rollout_logprobs", *_OPTIONAL_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class MicroBatch:
     `boundaries` where packed samples begin (see megatron_attention), None when padded. `positions` are the flat indices
     in `tokens` that predict a response token, `targets` those tokens. `columns` are `[batch, time]` float32 either way,
     with each response token's value at the place that predicts it and zeros elsewhere; `cells` are those flat places.
+
+    A context-parallel rank has its chunks of `tokens` and `places`, and the positions and targets in them: `own` says
+    which of `cells` those are, None when all. `columns` and `boundaries` are of whole samples.
     """
 
     samples: list[Sample]
@@ -52,6 +57,7 @@ class MicroBatch:
     targets: Tensor
     columns: dict[str, Tensor]
     cells: Tensor
+    own: Tensor | None
 
 
 def _arrays(table: pa.Table, name: str) -> list[NDArray[np.generic] | None]:
@@ -87,16 +93,16 @@ def read_samples(table: pa.Table, vocab: int) -> list[Sample]:
 
 def trained_samples(table: pa.Table, vocab: int) -> list[Sample]:
     """Samples that were not dropped and have a token to train, each with what the loss needs."""
-    kept = table.column("kept").to_pylist()
-    samples = [sample for sample in read_samples(table, vocab) if kept[sample.row] is not False]
-    samples = [sample for sample in samples if sample.columns["loss_mask"].any()]
+    trained = trained_lengths(table)
+    samples = [sample for sample in read_samples(table, vocab) if sample.row in trained]
     for sample in samples:
         for name in ("advantages", "old_logprobs"):
             if name not in sample.columns:
                 raise ValueError(f"sample {sample.sample_id!r} has no {name}: fill the column before the step")
-    with_reference = sum("ref_logprobs" in sample.columns for sample in samples)
-    if with_reference not in (0, len(samples)):
-        raise ValueError(f"{with_reference} of {len(samples)} samples have ref_logprobs: fill all of them or none")
+    for name in _OPTIONAL_COLUMNS:
+        filled = sum(name in sample.columns for sample in samples)
+        if filled not in (0, len(samples)):
+            raise ValueError(f"{filled} of {len(samples)} samples have {name}: fill all of them or none")
     if not all("rollout_logprobs" in sample.columns for sample in samples):
         return [_without(sample, "rollout_logprobs") for sample in samples]  # only reported on: of all or of none
     return samples
@@ -106,29 +112,21 @@ def _without(sample: Sample, column: str) -> Sample:
     return replace(sample, columns={name: found for name, found in sample.columns.items() if name != column})
 
 
-def split(samples: list[Sample], max_tokens: int, *, rank: int, ranks: int, packing: bool) -> list[list[Sample]]:
-    """The micro-batches of data-parallel `rank`: as many on every rank, the last ones empty where samples ran out."""
-    fill, packed = pack if packing else pack_padded, []
-    for part in balance([sample.tokens for sample in samples], ranks):
-        bins = fill([samples[index].tokens for index in part], max_tokens)
-        packed.append([[samples[part[index]] for index in indices] for indices in bins])
-    count = max(1, *(len(bins) for bins in packed))
-    own = packed[rank]
-    return own + [[] for _ in range(count - len(own))]
-
-
 def loss_columns(samples: list[Sample]) -> list[str]:
     """The per-token columns that `trained_samples` have, which are the same for all of them."""
     return list(samples[0].columns) if samples else []
 
 
-def micro_batch(samples: list[Sample], names: list[str], device: torch.device, *, packing: bool) -> MicroBatch:
+def micro_batch(
+    samples: list[Sample], names: list[str], device: torch.device, *, packing: bool, ranks: RowSplit = WHOLE
+) -> MicroBatch:
     """`samples` and their columns `names` as tensors; no samples give one padding token and no positions."""
     lengths = [sample.tokens - 1 for sample in samples] or [1]
     time = max(lengths)
     cells = np.arange(len(lengths)) * time  # where each sample begins in `columns`
-    starts = np.cumsum([0, *lengths[:-1]]) if packing else cells
-    tokens = np.zeros(sum(lengths) if packing else time * len(lengths), np.int64)
+    rows = ranks.padded(lengths) if packing else ranks.padded([time]) * len(lengths)
+    starts = np.cumsum([0, *rows[:-1]])
+    tokens = np.zeros(sum(rows), np.int64)
     for start, sample in zip(starts, samples, strict=False):
         tokens[start : start + sample.tokens - 1] = np.concatenate([sample.prompt, sample.response])[:-1]
     inside = [len(sample.prompt) - 1 + np.arange(len(sample.response)) for sample in samples]
@@ -136,19 +134,43 @@ def micro_batch(samples: list[Sample], names: list[str], device: torch.device, *
     where = _joined([cell + places for cell, places in zip(cells, inside, strict=False)], np.int64)
     for name, values in columns.items():
         values.reshape(-1)[where] = _joined([sample.columns[name] for sample in samples], np.float32)
-    places = np.concatenate([np.arange(length) for length in lengths]) if packing else np.arange(time)
+    positions = _joined([start + places for start, places in zip(starts, inside, strict=False)], np.int64)
+    targets = _joined([sample.response for sample in samples], np.int64)
+    tokens = tokens.reshape(1 if packing else len(lengths), -1)
+    parts = rows if packing else rows[:1]  # of a row: padded rows have the same
+    places, own = np.concatenate([np.arange(part) for part in parts]), None
+    if ranks.ranks > 1:
+        chunks = _own_columns(parts, ranks)
+        positions, own = _inside(positions, chunks, tokens.shape[1])
+        tokens, places, targets = tokens.take(chunks, axis=1), places[chunks], targets[own]
     return MicroBatch(
         samples=samples,
-        tokens=torch.from_numpy(tokens).view(1 if packing else len(lengths), -1).to(device),
+        tokens=torch.from_numpy(tokens).to(device),
         places=torch.from_numpy(places).to(device),
-        boundaries=boundaries(lengths, device) if packing else None,
-        positions=torch.from_numpy(
-            _joined([start + places for start, places in zip(starts, inside, strict=False)], np.int64)
-        ).to(device),
-        targets=torch.from_numpy(_joined([sample.response for sample in samples], np.int64)).to(device),
+        boundaries=boundaries(rows, device) if packing else None,
+        positions=torch.from_numpy(positions).to(device),
+        targets=torch.from_numpy(targets).to(device),
         columns={name: torch.from_numpy(values).to(device) for name, values in columns.items()},
         cells=torch.from_numpy(where).to(device),
+        own=None if own is None else torch.from_numpy(own).to(device),
     )
+
+
+def _own_columns(lengths: list[int], ranks: RowSplit) -> NDArray[np.int64]:
+    """The columns of a row of samples of `lengths` that this context-parallel rank has, in its order."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return ranks.own(chunk_columns(starts, int(starts[-1]), ranks.ranks)).numpy()
+
+
+def _inside(
+    positions: NDArray[np.int64], columns: NDArray[np.int64], width: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Those flat `positions` in rows of `width` that lie in `columns`, counted among these, and which they are."""
+    place = np.full(width, -1)
+    place[columns] = np.arange(len(columns))
+    found = place[positions % width]
+    own = np.flatnonzero(found >= 0)
+    return positions[own] // width * len(columns) + found[own], own
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

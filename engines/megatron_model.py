@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from milepost.engines.megatron_attention import layer_spec
+from milepost.engines.megatron_layers import block_spec
 from milepost.engines.model_layout import ModelShape, Rope
 from milepost.storage.parameters import ModelSection
 from milepost.storage.training import OptimizerSection, PerfSection
@@ -59,6 +59,8 @@ def transformer_config(shape: ModelShape, model: ModelSection, perf: PerfSection
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=model.tensor_parallel,
+        sequence_parallel=model.sequence_parallel,
+        context_parallel_size=model.context_parallel,
         pipeline_model_parallel_size=model.pipeline_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -117,9 +119,10 @@ class Rotary(torch.nn.Module):
 
 def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GPTModel:
     """This rank's slice of the model on its device, with weights that are still to be loaded."""
+    config = transformer_config(shape, model, perf)
     gpt = GPTModel(
-        config=transformer_config(shape, model, perf),
-        transformer_layer_spec=layer_spec(qk_norm=shape.qk_norm),
+        config=config,
+        transformer_layer_spec=block_spec(config),
         vocab_size=shape.padded_vocab(model.tensor_parallel),
         max_sequence_length=shape.context,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from numpy.typing import NDArray
 from torch import Tensor
 
-from milepost.engines.losses import Denominators, Loss, LossInputs, count
+from milepost.engines.loss_inputs import Denominators, Loss, LossInputs, count
+from milepost.engines.loss_params import wants_entropy
 from milepost.engines.megatron_batch import MicroBatch, Sample
-from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs
+from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs, taken_logprobs_and_entropy
 from milepost.engines.model_layout import ModelShape
 
 
@@ -29,17 +31,15 @@ class Passes:
             parallel_state.get_tensor_model_parallel_rank(),
         )
         first = shape.padded_vocab(ranks) // ranks * rank
-        self._columns = VocabSlice(
-            shape.vocab, first, parallel_state.get_tensor_model_parallel_group(), compiled=compiled
-        )
+        columns = VocabSlice(shape.vocab, first, parallel_state.get_tensor_model_parallel_group(), compiled=compiled)
         self._model, self._rotary = model, model.module.rotary_pos_emb
-        self._temperature = temperature
+        self._how: dict[str, Any] = {"temperature": temperature, "columns": columns}
 
     def logprobs(self, batches: list[MicroBatch]) -> dict[int, NDArray[np.float32]]:
         """Log-probabilities of the response tokens of all data-parallel ranks' samples by row, on every rank."""
 
         def collect(batch: MicroBatch, logits: Tensor) -> tuple[MicroBatch, Tensor]:
-            return batch, self._taken(batch, logits)
+            return batch, self._taken(batch, logits)[0]
 
         with torch.no_grad():
             found = self._run(batches, collect, forward_only=True)
@@ -52,21 +52,19 @@ class Passes:
         """Add the gradient of the batch loss to the gradient buffers; the loss and metrics of the whole batch."""
 
         def share(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            outputs = loss(_loss_inputs(batch, self._taken(batch, logits), whole), params)
+            taken = self._taken(batch, logits, entropy=wants_entropy(params))
+            outputs = loss(_loss_inputs(batch, whole, *taken), params)
             return outputs.loss, {"loss": outputs.loss.detach().clone(), **outputs.metrics}
 
         # Read only when every micro-batch is on its way: each reading waits for the GPU.
         found = self._run(batches, share, forward_only=False)
         return _sums(_from_last_stage([{name: float(value) for name, value in part.items()} for part in found]))
 
-    def _taken(self, batch: MicroBatch, logits: Tensor) -> Tensor:
-        return taken_logprobs(
-            logits.flatten(0, 1),
-            batch.positions,
-            batch.targets,
-            temperature=self._temperature,
-            columns=self._columns,
-        )
+    def _taken(self, batch: MicroBatch, logits: Tensor, *, entropy: bool = False) -> tuple[Tensor, ...]:
+        """Log-probabilities of the response tokens and, when asked for, the entropies they were taken at."""
+        where = logits.flatten(0, 1), batch.positions, batch.targets
+        found = taken_logprobs_and_entropy(*where, **self._how) if entropy else (taken_logprobs(*where, **self._how),)
+        return tuple(_of_all_chunks(batch, values) for values in found)
 
     def _run(self, batches: list[MicroBatch], on_logits: Any, *, forward_only: bool) -> list[Any]:
         """What `on_logits(batch, logits)` said of each micro-batch on the last stage; nothing on the others."""
@@ -97,17 +95,35 @@ class Passes:
         return found
 
 
-def _loss_inputs(batch: MicroBatch, taken: Tensor, whole: Denominators) -> LossInputs:
+def _of_all_chunks(batch: MicroBatch, values: Tensor) -> Tensor:
+    """`values` at this rank's targets, and those of the other context-parallel ranks at theirs, as whole samples.
+
+    All these ranks compute the same loss of them; each takes back the gradient at its own, so that it counts once.
+    """
+    if batch.own is None:
+        return values
+    placed = values.new_zeros(batch.cells.shape).index_copy(0, batch.own, values)
+    found: Tensor = reduce_from_tensor_model_parallel_region(placed, parallel_state.get_context_parallel_group())
+    return found
+
+
+def _loss_inputs(batch: MicroBatch, whole: Denominators, logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
     columns = batch.columns
-    padded = torch.zeros_like(columns["advantages"])
+
+    def at_tokens(values: Tensor) -> Tensor:
+        padded = torch.zeros_like(columns["advantages"])
+        return padded.view(-1).index_copy(0, batch.cells, values).view_as(padded)
+
     return LossInputs(
-        logprobs=padded.view(-1).index_copy(0, batch.cells, taken).view_as(padded),
+        logprobs=at_tokens(logprobs),
         old_logprobs=columns["old_logprobs"],
         rollout_logprobs=columns.get("rollout_logprobs"),
         ref_logprobs=columns.get("ref_logprobs"),
         advantages=columns["advantages"],
         loss_mask=columns["loss_mask"],
         denominators=whole,
+        importance_weights=columns.get("importance_weights"),
+        entropy=None if entropy is None else at_tokens(entropy),
     )
 
 
@@ -122,14 +138,10 @@ def _by_row(batch: MicroBatch, values: NDArray[np.float32]) -> dict[int, NDArray
 
 
 def _from_last_stage(found: list[Any]) -> list[Any]:
-    """The results of all data-parallel ranks, in rank order, on every rank."""
-    own = (
-        found
-        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        else []
-    )
+    """The results of all data-parallel ranks, in rank order, on every rank; ranks that share samples have the same."""
+    others = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    dist.all_gather_object(parts, found if parallel_state.is_pipeline_last_stage() and not others else [])
     return [item for part in parts for item in part]
 
 

@@ -166,7 +166,7 @@ def gather_weights(model: torch.nn.Module, shape: ModelShape, *, to_cpu: bool = 
     They are copies on the CPU or, without `to_cpu`, tensors of the model's device that may be the parameters
     themselves. Only one weight is whole at a time.
     """
-    if parallel_state.get_data_parallel_rank() != 0:
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     stages, stage = (
         parallel_state.get_pipeline_model_parallel_world_size(),

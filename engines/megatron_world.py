@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from milepost.engines import cluster
 from milepost.engines.cpu_shim import CpuRngTracker, cuda_on_cpu
+from milepost.engines.row_split import RowSplit
 from milepost.engines.torch_build import require_cuda
 from milepost.storage.parameters import ModelSection
 
@@ -43,6 +44,8 @@ def find_store(address: str, port: int, world: int) -> dist.TCPStore:
 
 def join_world(store: dist.Store, *, rank: int, world: int, model: ModelSection) -> None:
     """Join the other ranks and lay out Megatron's process groups."""
+    if model.sequence_parallel:  # Megatron's gathering runs beside its products only when kernels start in their order
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
         store=dist.PrefixStore("train", store),
@@ -52,8 +55,15 @@ def join_world(store: dist.Store, *, rank: int, world: int, model: ModelSection)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_parallel,
         pipeline_model_parallel_size=model.pipeline_parallel,
+        context_parallel_size=model.context_parallel,
         create_gloo_process_groups=False,
     )
+
+
+def row_split(model: ModelSection) -> RowSplit:
+    """Which part of every row of tokens this rank has."""
+    sequence = model.tensor_parallel if model.sequence_parallel else 1
+    return RowSplit(parallel_state.get_context_parallel_rank(), model.context_parallel, sequence)
 
 
 def keep_to_loopback(address: str) -> None:

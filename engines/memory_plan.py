@@ -39,7 +39,7 @@ def trainer_memory(hf_config: dict[str, Any], parameters: Parameters) -> Trainer
     size, split = BYTES[perf.dtype], model.tensor_parallel * model.pipeline_parallel
     count = -(-parameter_count(hf_config) // split)
     state = 8 + (0 if perf.dtype == "float32" else 4)
-    tokens = max(perf.max_tokens_per_micro_batch, model.context_length)
+    tokens = -(-max(perf.max_tokens_per_micro_batch, model.context_length) // model.context_parallel)
     # The first of several stages holds as many micro-batches as there are stages, so the division by them cancels.
     layers = shape.layers
     kept = {"none": _layer(shape, parameters, mlp=True), "selective": _layer(shape, parameters, mlp=False)}
@@ -47,7 +47,7 @@ def trainer_memory(hf_config: dict[str, Any], parameters: Parameters) -> Trainer
     return TrainerMemory(
         weights=size * count,
         gradients=4 * count,
-        optimizer=state * count // model.data_parallel,
+        optimizer=state * count // (model.data_parallel * model.context_parallel),
         activations=int(size * tokens * per_token),
         logits=2 * size * tokens * shape.padded_vocab(model.tensor_parallel) // model.tensor_parallel,
     )
@@ -55,11 +55,13 @@ def trainer_memory(hf_config: dict[str, Any], parameters: Parameters) -> Trainer
 
 def _layer(shape: ModelShape, parameters: Parameters, *, mlp: bool) -> float:
     """Elements that a layer keeps a token for its backward pass; attention keeps no scores."""
-    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    model, query, key_value = parameters.model, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     whole = 4 * shape.hidden  # both residual streams and both normalised inputs
     projections = 3 * query + 4 * key_value  # before and after norm and rotation, and what attention returns
+    gathered = (2 * model.context_parallel - 1) * key_value if model.context_parallel > 1 else 0  # of other ranks
     feed_forward = 4 * shape.intermediate if mlp else 0  # gate, up, the gate's activation and the product
-    return whole + (projections + feed_forward) / parameters.model.tensor_parallel
+    shared = (projections + gathered + feed_forward) / model.tensor_parallel
+    return shared + whole / (model.tensor_parallel if model.sequence_parallel else 1)
 
 
 def engine_weights(hf_config: dict[str, Any], parameters: Parameters) -> int:

@@ -138,6 +138,8 @@ def _check_arithmetic(hf_config: dict[str, Any], shape: ModelShape) -> None:
 def check_layout(hf_config: dict[str, Any], model: ModelSection) -> None:
     """ValueError unless the model of `config.json` can be split as `model` says."""
     shape = read_shape(hf_config)
+    if model.sequence_parallel and model.tensor_parallel == 1:
+        raise ValueError("sequence_parallel is on and tensor_parallel is 1: set it to 2 or more, or turn that off")
     for name, parts, what, whole in (
         ("tensor_parallel", model.tensor_parallel, "attention heads", shape.heads),
         ("tensor_parallel", model.tensor_parallel, "key-value heads", shape.kv_heads),

@@ -20,6 +20,11 @@ def test_engines_come_after_the_trainer_or_on_the_same_gpus() -> None:
     assert slots(parameters(colocate=True)).engines == [[0, 1], [2, 3]]
 
 
+def test_a_trainer_has_a_gpu_for_each_product_of_its_splits() -> None:
+    split = ModelSection(tensor_parallel=2, pipeline_parallel=3, context_parallel=2, data_parallel=2)
+    assert slots(Parameters(model=split)).ranks == list(range(24))
+
+
 def test_engines_elsewhere_and_engines_on_the_cpu_need_no_gpu() -> None:
     assert slots(parameters(colocate=False, urls=("http://a", "http://b"))).count == 2
     assert slots(Parameters(engines=EnginesSection(train="fake"))).count == 0

@@ -1,7 +1,6 @@
 """A Hugging Face folder becomes a Megatron model and comes back unchanged, and both give the same log-probabilities."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from milepost.engines.digest import weights_digest
 from milepost.engines.hf_export import export_folder
 from milepost.engines.hf_folder import HfFolder
-from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.megatron_weights import Kind, join, split, weights_of
 from milepost.engines.model_layout import ModelShape, Rope, read_shape
@@ -163,38 +161,3 @@ def test_every_weight_is_listed_once() -> None:
     shape = read_shape({**Qwen2Config(num_hidden_layers=2).to_dict(), "architectures": ["Qwen2ForCausalLM"]})
     names = [name for weight in weights_of(shape) for name in weight.hf_names]
     assert len(names) == len(set(names)) == 2 * 12 + 3
-
-
-def test_logprobs_are_right_by_hand() -> None:
-    """softmax of (0, ln 3) is (1/4, 3/4); at temperature 2 the second is sqrt(3) / (1 + sqrt(3))."""
-    logits = torch.tensor([[1.0, 3.0]]).log()
-    found = taken_logprobs(logits, torch.tensor([0]), torch.tensor([1]), temperature=1.0, columns=VocabSlice(2))
-    assert found.exp().item() == pytest.approx(0.75)
-    found = taken_logprobs(logits, torch.tensor([0]), torch.tensor([1]), temperature=2.0, columns=VocabSlice(2))
-    assert found.exp().item() == pytest.approx(3**0.5 / (1 + 3**0.5))
-
-
-@given(chunk=st.integers(1, 40), padding=st.integers(0, 3), seed=st.integers(0, 99))
-def test_logprobs_and_gradients_do_not_depend_on_chunks_or_padding(chunk: int, padding: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(6, 5 + padding, generator=generator, dtype=torch.float32).requires_grad_()
-    positions, targets = torch.tensor([4, 0, 2]), torch.randint(5, (3,), generator=generator)
-    columns = VocabSlice(5, chunk_elements=chunk)
-    found = taken_logprobs(logits, positions, targets, temperature=0.5, columns=columns)
-    wanted = torch.log_softmax(logits[positions, :5] / 0.5, 1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found, wanted)
-    weight = torch.randn(3, generator=generator)
-    slopes = [torch.autograd.grad((value * weight).sum(), logits, retain_graph=True)[0] for value in (found, wanted)]
-    torch.testing.assert_close(*slopes)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_kernels_give_the_same_logprobs_and_gradients() -> None:
-    logits, positions, targets = torch.randn(9, 50).requires_grad_(), torch.tensor([1, 3, 8]), torch.tensor([0, 47, 5])
-    found = [
-        taken_logprobs(logits, positions, targets, temperature=0.7, columns=VocabSlice(48, compiled=compiled))
-        for compiled in (False, True)
-    ]
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(*(torch.autograd.grad(values.sum(), logits)[0] for values in found))

@@ -36,6 +36,21 @@ def test_data_parallel_ranks_share_the_optimizer_and_tensor_parallel_ranks_every
     assert trainer_memory(QWEN3_4B, parameters(tensor_parallel=2)).weights == COUNT
 
 
+def test_context_parallel_ranks_share_a_micro_batch_and_the_optimizer() -> None:
+    alone, two = (trainer_memory(QWEN3_4B, parameters(context_parallel=ranks)) for ranks in (1, 2))
+    assert (two.logits, two.optimizer) == (alone.logits // 2, 6 * COUNT)
+    assert (two.weights, two.gradients) == (alone.weights, alone.gradients)
+    assert alone.activations / 2 < two.activations < alone.activations  # keys and values are of all ranks
+
+
+def test_sequence_parallel_ranks_share_what_tensor_parallel_ones_each_have() -> None:
+    tensor, sequence = (
+        trainer_memory(QWEN3_4B, parameters(tensor_parallel=2, sequence_parallel=on)) for on in (False, True)
+    )
+    kept = 37 * 4 * 2560  # residual streams and normalised inputs of 36 layers, and of the one that is computed
+    assert tensor.activations - sequence.activations == 2 * 8192 * kept // 2
+
+
 def test_recomputation_keeps_less() -> None:
     kept = [trainer_memory(QWEN3_4B, parameters(recompute)).activations for recompute in ("full", "selective", "none")]
     assert kept == sorted(kept) and len(set(kept)) == 3

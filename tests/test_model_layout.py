@@ -34,6 +34,7 @@ def test_parameters_are_counted_as_transformers_has_them(config: type[PreTrained
         ({"tensor_parallel": 3}, "tensor_parallel is 3, it must divide the model's 4 attention heads"),
         ({"tensor_parallel": 4}, "tensor_parallel is 4, it must divide the model's 2 key-value heads"),
         ({"pipeline_parallel": 4}, "pipeline_parallel is 4, it must divide the model's 2 layers"),
+        ({"sequence_parallel": True}, "sequence_parallel is on and tensor_parallel is 1: set it to 2 or more"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(layout: dict[str, int], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The Megatron train engine over two ranks gives what one rank gives, however the model and the batch are split."""
+"""The Megatron train engine over several ranks gives what one rank gives, however the model and the batch are split."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from milepost.engines.losses import policy_loss
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.protocols import UpdateParams, UpdateResult, WeightSource
 from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, start_train_engine
@@ -26,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 RANK = "milepost.engines.megatron_rank:MegatronRank"
 VOCAB = 67  # odd, so that tensor parallelism has to pad it
-UPDATE = UpdateParams("ppo_clip", {"clip_low": 0.2})
+UPDATE = UpdateParams("ppo_clip", {"clip_high": 0.28, "kl_coef": 0.1, "entropy_coef": 0.05})
+TEMPERATURE = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
     model.save_pretrained(folder)
     # A large eps keeps Adam from blowing up rounding differences of gradients that are close to zero.
     optimizer = OptimizerSection(lr=1e-3, eps=1e-2, weight_decay=0.1)
-    return TrainSetup(str(folder), ModelSection(), optimizer, PerfSection(train_threads=1), 0.8, 0)
+    return TrainSetup(str(folder), ModelSection(), optimizer, PerfSection(train_threads=1), TEMPERATURE, 0)
 
 
 def rollouts() -> pa.Table:
@@ -62,9 +64,11 @@ def rollouts() -> pa.Table:
         row: dict[str, object] = {name: "" for name in ROLLOUTS.names if ROLLOUTS.field(name).type == pa.string()}
         row |= {"step": 0, "shard": 0, "turns": 1, "seed": 0, "response_escaped": False, "kept": True}
         row |= {"sample_id": str(index), "advantages": [float(random.normal())] * response}
-        row |= {"prompt_token_ids": random.integers(0, VOCAB, prompt).tolist(), "loss_mask": [1] * response}
+        row |= {"prompt_token_ids": random.integers(0, VOCAB, prompt).tolist()}
+        row |= {"loss_mask": [1, *random.integers(0, 2, response - 1).tolist()]}
         row |= {"response_token_ids": random.integers(0, VOCAB, response).tolist()}
-        row |= {"rollout_logprobs": (-random.random(response)).tolist()}
+        row |= {name: (-4 * random.random(response)).tolist() for name in ("rollout_logprobs", "ref_logprobs")}
+        row |= {"importance_weights": (2 * random.random(response)).tolist()}
         rows.append(row)
     return from_rows(rows, ROLLOUTS)
 
@@ -102,26 +106,71 @@ def alone(setup: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     rank.close()
 
 
+@pytest.fixture(scope="module")
+def exact(setup: TrainSetup, alone: tuple) -> dict[str, float]:
+    """Loss and gradient norm of the first step, from logits in double precision of the model transformers makes."""
+    _, _, (_, filled, _) = alone
+    model = AutoModelForCausalLM.from_pretrained(setup.model_dir, dtype=torch.float64)
+    columns: dict[str, list[torch.Tensor]] = {}
+    for row in read_table(filled).to_pylist():
+        ids = torch.tensor([row["prompt_token_ids"] + row["response_token_ids"]])
+        logits = model(ids).logits[0, len(row["prompt_token_ids"]) - 1 : -1] / TEMPERATURE
+        found = torch.log_softmax(logits, -1)
+        made = {"logprobs": found.gather(1, torch.tensor(row["response_token_ids"])[:, None])[:, 0]}
+        made |= {"entropy": -(found.exp() * found).sum(-1), "loss_mask": torch.tensor(row["loss_mask"])}
+        for name in ("old_logprobs", "ref_logprobs", "advantages", "importance_weights"):
+            made[name] = torch.tensor(row[name], dtype=torch.float64)
+        for name, values in made.items():
+            columns.setdefault(name, []).append(values)
+    padded = {name: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
+    outputs = policy_loss(UPDATE.loss, **padded, **UPDATE.params)
+    outputs.loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    shown = {name: float(value) for name, value in outputs.metrics.items()}
+    return {"loss": outputs.loss.item(), "grad_norm": float(norm), **shown}
+
+
+def require_exact(metrics: dict[str, float], exact: dict[str, float]) -> None:
+    for name, wanted in exact.items():
+        assert metrics[name] == pytest.approx(wanted, rel=1e-5, abs=1e-6), name
+
+
+def test_one_rank_computes_the_loss_and_gradient_as_written_down(alone: tuple, exact: dict[str, float]) -> None:
+    _, _, (_, _, results) = alone
+    require_exact(results[0].metrics, exact)
+
+
 LAYOUTS = {
     "tensor": ModelSection(tensor_parallel=2),
     "pipeline": ModelSection(pipeline_parallel=2),
     "data": ModelSection(data_parallel=2),
+    "sequence": ModelSection(tensor_parallel=2, sequence_parallel=True),
+    "context": ModelSection(context_parallel=2),
+    "context-sequence": ModelSection(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
+    "context-pipeline": ModelSection(context_parallel=2, pipeline_parallel=2),
+    "context-data": ModelSection(context_parallel=2, data_parallel=2),
 }
+FOUR_RANKS = [pytest.param(name, marks=pytest.mark.long) for name, model in LAYOUTS.items() if model.ranks > 2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: tuple, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [*(name for name, model in LAYOUTS.items() if model.ranks == 2), *FOUR_RANKS])
+def test_ranks_do_what_one_rank_does(
+    layout: str, setup: TrainSetup, alone: tuple, exact: dict[str, float], tmp_path: Path
+) -> None:
+    """Two of them keep all activations, four recompute them."""
     folder, rank, (start, filled, results) = alone
-    two = replace(setup, model=LAYOUTS[layout], perf=PerfSection(train_threads=1, max_tokens_per_micro_batch=32))
-    engine = start_train_engine(layout, two, rank_class=RANK, timeout_seconds=120)
+    model = LAYOUTS[layout]
+    perf = PerfSection(train_threads=1, max_tokens_per_micro_batch=32, recompute="full" if model.ranks > 2 else "none")
+    engine = start_train_engine(layout, replace(setup, model=model, perf=perf), rank_class=RANK, timeout_seconds=300)
     try:
         start_two, filled_two, results_two = train(engine, tmp_path)
         assert start_two.version == start.version
-        for ours, theirs in zip(results_two, results, strict=True):
-            assert ours.applied and ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-6)
-            assert ours.metrics["grad_norm"] == pytest.approx(theirs.metrics["grad_norm"], rel=1e-4)
-        found, wanted = (np.concatenate(read_table(ref)["old_logprobs"].to_pylist()) for ref in (filled_two, filled))
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        require_exact(results_two[0].metrics, exact)
+        for found, wanted in zip(results_two, results, strict=True):
+            assert found.applied and found.metrics["loss"] == pytest.approx(wanted.metrics["loss"], abs=1e-6)
+            assert found.metrics["grad_norm"] == pytest.approx(wanted.metrics["grad_norm"], rel=1e-4)
+        logprobs = [np.concatenate(read_table(ref)["old_logprobs"].to_pylist()) for ref in (filled_two, filled)]
+        np.testing.assert_allclose(*logprobs, atol=1e-5)
         end = engine.weights(str(tmp_path / "end"), 2)
         for name, tensor in load_file(folder / "end" / "model.safetensors").items():
             torch.testing.assert_close(tensors(end)[name], tensor, atol=2e-5, rtol=0)
@@ -130,7 +179,7 @@ def test_two_ranks_do_what_one_rank_does(layout: str, setup: TrainSetup, alone: 
         engine.step(filled_two, UPDATE, "undone")
         engine.restore(checkpoint)
         assert engine.weights(str(tmp_path / "again"), 2).version == end.version
-        if layout == "pipeline":
+        if model.pipeline_parallel > 1:
             with pytest.raises(ValueError, match="loads only with tensor_parallel 1, pipeline_parallel 2"):
                 rank.restore(checkpoint)
             return
