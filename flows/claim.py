@@ -1,24 +1,31 @@
 """The claim of one process on a run, which the flow run in Prefect tells of."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from prefect import get_run_logger
 from prefect.exceptions import Pause
 
 from milepost.flows import crashed
 from milepost.flows.outcome import signal_in
 from milepost.flows.run_status import PAUSED, QUEUED, resume_command
-from milepost.storage.lease import hold, note
+from milepost.storage.lease import Holder, hold, holder, note
 from milepost.storage.runs import RunFolder
+
+HAND_OVER_SECONDS = 1800.0  # no stage has a shorter deadline
+_LOOK_SECONDS = 1.0
 
 
 @asynccontextmanager
 async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> AsyncIterator[int]:
     """Hold the run, and yield the fence of this claim; flow runs of dead processes that had it are shown as crashed.
 
-    `go_on_with` is what to do when this process dies too, if not to resume the run. A pause is noted beside the claim.
+    `go_on_with` is what to do when this process dies too, if not to resume the run. A pause is noted beside the claim,
+    and one that is resumed while its process is still in the stage it was paused in waits for that.
     """
+    await _handed_over(folder)
     with hold(folder) as lease:
         command = go_on_with or resume_command(folder, root)
         await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, command)
@@ -28,7 +35,25 @@ async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> Asyn
         except BaseException as error:
             if isinstance(signal_in(error), Pause):
                 note(folder.uri, lease.fence, PAUSED)
+                await asyncio.to_thread(crashed.end_suspended)
             raise
+
+
+async def _handed_over(folder: RunFolder) -> None:
+    """Wait while the process that this flow run had before still has the run; it ends with the stage that it is in."""
+    found = _still_with_the_one_before(folder)
+    if found:
+        said = "%s was suspended and ends with the stage that it is in: the run goes on here once it has"
+        get_run_logger().info(said, found.owner)  # the run's own log is not there yet
+    deadline = time.monotonic() + HAND_OVER_SECONDS
+    while found and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_SECONDS)
+        found = _still_with_the_one_before(folder)
+
+
+def _still_with_the_one_before(folder: RunFolder) -> Holder | None:
+    found = holder(folder.uri)
+    return found if found and found.works and found.owner == crashed.owner_before() else None
 
 
 @contextmanager

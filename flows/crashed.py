@@ -1,6 +1,7 @@
 """Flow runs whose process was killed: Prefect shows them as running for ever, so the next start marks them as crashed.
 
 A flow run carries its process as labels. Only a process that is provably gone, or whose run was taken over, is marked.
+What is below one that is suspended ends with its process: nobody comes back to it if the run is cancelled then.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Completed, Crashed
+from prefect.states import Cancelled, Completed, Crashed
 
 from milepost.storage.lease import Owner, is_gone, is_released, this_process
 
@@ -34,8 +36,24 @@ def record_owner(run_uri: str, fence: int, command: str) -> None:
     labels["milepost.attempt"] = flow_run.run_count
     with _never_stops_a_start(), _client() as client:
         client.update_flow_run_labels(UUID(flow_run.id), labels)
-        if flow_run.run_count > 1:  # paused, or killed, in the middle of a step
-            _crash_below(client, UUID(flow_run.id), "it was stopped here, and the run went on later")
+        if owner_before():  # which may have been killed in the middle of a step
+            _end_below(client, UUID(flow_run.id), Crashed(message="it was stopped here, and the run went on later"))
+
+
+def owner_before() -> Owner | None:
+    """The process that the flow run which calls this had before this one, if its labels tell of one."""
+    context = FlowRunContext.get()
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return _owner(context.flow_run) if context and context.flow_run else None
+    return None
+
+
+def end_suspended() -> None:
+    """End the step below the flow run that calls this, whose process ends here; the next one has not said who it is."""
+    suspended = Cancelled(name="Suspended", message="its run was suspended here, and goes on here if it is resumed")
+    with _never_stops_a_start(), _client() as client:
+        client.update_flow_run_labels(UUID(flow_run.id), {"milepost.attempt": 0})
+        _end_below(client, UUID(flow_run.id), suspended)
 
 
 def mark_gone(url: str) -> None:
@@ -67,7 +85,7 @@ def complete_unseen(parent: UUID) -> None:
 def end_below(flow: object, flow_run: FlowRun, state: State) -> None:
     """Mark what still ran below a flow run that crashed; a hook, which Prefect calls with these names."""
     with _never_stops_a_start(), _client() as client:
-        _crash_below(client, flow_run.id, state.message or "the process was killed")
+        _end_below(client, flow_run.id, Crashed(message=state.message or "the process was killed"))
 
 
 @contextlib.contextmanager
@@ -132,11 +150,12 @@ def _children(client: SyncPrefectClient, run_id: UUID) -> list[FlowRun]:
 
 def _crash(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
     """Mark a flow run, after what runs below it: one that is interrupted here is found again."""
-    _crash_below(client, run_id, message)
-    client.set_flow_run_state(run_id, Crashed(message=message), force=True)
+    state = Crashed(message=message)
+    _end_below(client, run_id, state)
+    client.set_flow_run_state(run_id, state, force=True)
 
 
-def _crash_below(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
+def _end_below(client: SyncPrefectClient, run_id: UUID, state: State) -> None:
     children = [child.id for child in _children(client, run_id)]
     tasks = client.read_task_runs(
         task_run_filter=filters.TaskRunFilter(
@@ -145,6 +164,6 @@ def _crash_below(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
         )
     )
     for task in tasks:
-        client.set_task_run_state(task.id, Crashed(message=message), force=True)
+        client.set_task_run_state(task.id, state, force=True)
     for child in children:
-        client.set_flow_run_state(child, Crashed(message=message), force=True)
+        client.set_flow_run_state(child, state, force=True)

@@ -45,11 +45,12 @@ def launch(request: Request, *, allowed: Sequence[str] = ()) -> dict[str, Any]:
     """Train, and return what there is to say of the run."""
     folder = check(request, allowed)
     sections = {name: getattr(request.parameters, name) for name in type(request.parameters).model_fields}
-    return _work(
+    work(
         folder,
         request.root,
         lambda: train(run=request.run, root=request.root, steps=request.steps, allow_change=tuple(allowed), **sections),
     )
+    return summary(folder)
 
 
 def _require_secrets(folder: RunFolder, record: RunRecord, parameters: Parameters) -> None:
@@ -68,22 +69,37 @@ def relaunch(
         chosen = parameters_of(with_overrides(record.parameters.model_dump(), list(overrides)))
         return launch(Request(run, root, record.steps, chosen), allowed=allowed)
     _require_secrets(folder, record, record.parameters)
-    return _work(folder, root, lambda: resume(run=run, root=root, steps=steps, allow_change=tuple(allowed)))
+    work(folder, root, lambda: resume(run=run, root=root, steps=steps, allow_change=tuple(allowed)))
+    return summary(folder)
 
 
-def _work(folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, str]]) -> dict[str, Any]:
-    with serving():
+def work(
+    folder: RunFolder,
+    root: str,
+    begin: Callable[[], Coroutine[Any, Any, R]],
+    *,
+    kind: str = "run",
+    as_it_is: tuple[type[Exception], ...] = (),
+    ray: bool = True,
+) -> R:
+    """What a flow that works on `folder` returned. Once its record is there, whatever ends it says how to go on.
+
+    RunFailed for an error, unless it is one of `as_it_is`.
+    """
+    hint = f"resume with: {resume_command(folder, root)}"
+    with serving(ray=ray):
         try:
-            run_flow(begin)
+            return run_flow(begin)
+        except as_it_is:
+            raise
         except Exception as error:  # whatever stopped a run that had begun is told as such, with its cause
             if files.exists(folder.record):
-                raise RunFailed(f"run {folder.run_id!r} stopped: {sentence(error)}; {_hint(folder, root)}") from error
+                raise RunFailed(f"{kind} {folder.run_id!r} stopped: {sentence(error)}; {hint}") from error
             raise
         except BaseException:  # Ctrl-C or SIGTERM: what is committed stands
             if files.exists(folder.record):
-                say(_hint(folder, root))
+                say(hint)
             raise
-    return summary(folder)
 
 
 @contextmanager
@@ -127,10 +143,6 @@ def orderly_end() -> Iterator[None]:
         if isinstance(first_cause(error), TerminationSignal):
             raise SystemExit(0) from None
         raise
-
-
-def _hint(folder: RunFolder, root: str) -> str:
-    return f"resume with: {resume_command(folder, root)}"
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:

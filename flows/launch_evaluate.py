@@ -10,10 +10,9 @@ from rich.table import Table
 from milepost.flows.evaluate import Regressed, evaluate
 from milepost.flows.evaluation import require_same
 from milepost.flows.evaluation_request import checked_set, plan_baseline, plan_evaluation
-from milepost.flows.failure import RunFailed, sentence
-from milepost.flows.launch import run_flow, serving
+from milepost.flows.failure import sentence
+from milepost.flows.launch import work
 from milepost.flows.progress import say
-from milepost.flows.run_status import resume_command
 from milepost.flows.sharing import plan_shared
 from milepost.storage import files, runs
 from milepost.storage.runs import RunFolder
@@ -77,23 +76,12 @@ def relaunch_evaluation(run: str, root: str) -> Found:
 def _work(
     folder: RunFolder, root: str, begin: Callable[[], Coroutine[Any, Any, dict[str, Any]]], *, ray: bool = True
 ) -> Found:
-    hint = f"go on with: {resume_command(folder, root)}"
-    with serving(ray=ray):
-        try:
-            return run_flow(begin), ""
-        except Regressed as error:
-            say(sentence(error))
-            return error.found, str(error)
-        except (ValueError, LookupError):  # what the evaluation was asked for cannot be
-            raise
-        except Exception as error:
-            if files.exists(folder.record):
-                raise RunFailed(f"evaluation {folder.run_id!r} stopped: {sentence(error)}; {hint}") from error
-            raise
-        except BaseException:  # Ctrl-C or SIGTERM: what is committed stands
-            if files.exists(folder.record):
-                say(hint)
-            raise
+    cannot_be = (ValueError, LookupError)  # what the evaluation was asked for
+    try:
+        return work(folder, root, begin, kind="evaluation", as_it_is=(Regressed, *cannot_be), ray=ray), ""
+    except Regressed as error:
+        say(sentence(error))
+        return error.found, str(error)
 
 
 def _number(value: float | None) -> str:

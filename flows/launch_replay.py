@@ -16,6 +16,7 @@ from milepost.flows.step_range import require_steps, step_range
 from milepost.flows.what_if import changed, what_if
 from milepost.storage import attempts, manifest, purges, redaction, runs
 from milepost.storage.origin import require_own_reward
+from milepost.storage.parent import trained_steps
 from milepost.storage.runs import RunFolder
 
 
@@ -73,7 +74,8 @@ def ask(run: str, root: str, overrides: Sequence[str], *, steps: str, out: str) 
     """What would have been otherwise under `overrides`."""
     folder = runs.run_folder(root, run)
     require_references(overrides)
-    changed(require_steps(folder).parameters, list(overrides))
+    record = require_steps(folder)
+    changed(record.parameters, list(overrides), steps=trained_steps(record))
     _check_steps(folder, steps)
     return _run(lambda: what_if(run=run, overrides=tuple(overrides), root=root, steps=steps, out=out))
 

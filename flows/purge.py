@@ -10,6 +10,7 @@ from milepost.storage.lease import hold
 from milepost.storage.purge import Finding
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
+from milepost.storage.taught import came_of, go_on_with, taught
 from milepost.tasks.recover import needed_tables
 
 
@@ -30,20 +31,27 @@ class Purged:
 
 
 def holders(folders: Iterable[RunFolder], prompts: Collection[str]) -> dict[RunFolder, set[str]]:
-    """The runs that have some of the prompts, and which. LookupError for a prompt that none of them has."""
-    known = {folder: purge.prompt_ids(folder) for folder in folders}
-    every = set().union(*known.values())
+    """The runs that have some of the prompts, and which. LookupError for a prompt that none of them has.
+
+    An id tells a prompt with its label from the same words with another; a purge is of the words.
+    """
+    said = {folder: purge.said(folder) for folder in folders}
+    every = set().union(*said.values())
     if lacking := [prompt for prompt in prompts if prompt not in every]:
-        names = ", ".join(folder.run_id for folder in known)
+        names = ", ".join(folder.run_id for folder in said)
         raise LookupError(f"no prompt {lacking[0]!r} in {names}{nearest(lacking[0], sorted(every))}")
-    return {folder: found for folder, ids in known.items() if (found := ids.intersection(prompts))}
+    words = {found[prompt] for found in said.values() for prompt in prompts if found.get(prompt)}
+    holding = {
+        folder: {id for id, says in found.items() if id in prompts or says in words} for folder, found in said.items()
+    }
+    return {folder: ids for folder, ids in holding.items() if ids}
 
 
-def others_with(root: str, done: Collection[RunFolder], prompts: Collection[str]) -> list[str]:
-    """Runs of `root` that are not `done` and still tell what one of the prompts says."""
-    beside = [folder for folder in runs.run_folders(root) if folder not in done]
-    left = {folder: set(prompts) - purges.purged_prompts(folder.uri).keys() for folder in beside}
-    return [folder.run_id for folder, ids in left.items() if ids and ids & purge.prompt_ids(folder)]
+def others_with(root: str, chosen: Collection[RunFolder], prompts: Collection[str]) -> list[str]:
+    """Runs of `root` that are not `chosen` and tell what one of the prompts says; to be asked before it is purged."""
+    holding = holders([*chosen, *(folder for folder in runs.run_folders(root) if folder not in chosen)], prompts)
+    left = {folder: ids - purges.purged_prompts(folder.uri).keys() for folder, ids in holding.items()}
+    return [folder.run_id for folder, ids in left.items() if ids and folder not in chosen]
 
 
 def purge_runs(
@@ -98,6 +106,13 @@ def _find(folder: RunFolder, prompts: Collection[str]) -> Finding:
 
 def _require_not_needed(folder: RunFolder, found: Finding) -> None:
     """ValueError names the first step whose stored tables the run would need to go on."""
+    if taught(runs.load(folder)):
+        if came_of(folder) is None:
+            raise ValueError(
+                f"fine-tuning {folder.run_id!r} has not ended and would write these prompts once more: end it by "
+                f"{go_on_with(folder)}, or give --force"
+            )
+        return
     trains = attempts.current(folder).parameters.engines.train != "none"
     needed = {purges.run_and_file(ref.uri)[1] for ref in needed_tables(folder, trained=trains)}
     steps = sorted({table.file.split("/")[1] for table in found.tables if table.file in needed})
@@ -120,7 +135,10 @@ def _purged(folder: RunFolder, found: Finding) -> Purged:
 
 def _sources(folder: RunFolder) -> list[str]:
     """The files that the prompts were read from: those of an evaluation are those of its sets."""
-    parameters = attempts.current(folder).parameters.model_dump(mode="json")
+    record = attempts.current(folder)
+    if learns := taught(record):
+        return [learns.file]
+    parameters = record.parameters.model_dump(mode="json")
     held_out = [parameters["eval"]["path"], *(item["path"] for item in parameters["eval"]["sets"])]
     data = parameters["data"]
     trained = [data["path"], *(item["path"] for item in data["sets"])]

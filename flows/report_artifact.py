@@ -4,7 +4,6 @@ Each has one key a run. A flow run has one of each, which is replaced when the r
 """
 
 import base64
-import re
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -12,6 +11,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.sorting import ArtifactSort
 
+from milepost.flows.artifacts import artifact_key
 from milepost.flows.curve import FigureData, Series, svg_figure
 from milepost.flows.report_headline import headline
 from milepost.flows.results import finished
@@ -20,12 +20,6 @@ from milepost.storage.runs import RunFolder
 
 INK = "#808890"  # read on white and on black
 POINTS = 200  # of the curve: an artifact is a row of a database
-
-
-def artifact_key(run: str) -> str:
-    """A key of lower-case letters, digits and dashes, as Prefect wants them, that no other run has."""
-    legal = re.sub("[^a-z0-9-]", "-", run.lower())
-    return f"report-{legal}" if legal == run else f"report-{legal}-{files.digest_of(run.encode())[:8]}"
 
 
 def markdown(folder: RunFolder) -> str:
@@ -54,10 +48,12 @@ def link(folder: RunFolder) -> str:
 
 def show(folder: RunFolder, flow_run: UUID | None = None) -> None:
     """Put both artifacts on the page of a flow run; without one, on the page that showed them last."""
-    key = artifact_key(folder.run_id)
     with get_client(sync_client=True) as client:
-        _put(client, key, markdown(folder), f"Report of run {folder.run_id}", flow_run)
-        _put(client, f"file-{key}", link(folder), f"The whole report of run {folder.run_id}", flow_run)
+        for name, data, description in (
+            ("report", markdown(folder), f"Report of run {folder.run_id}"),
+            ("report-file", link(folder), f"The whole report of run {folder.run_id}"),
+        ):
+            _put(client, artifact_key(folder.run_id, name), data, description, flow_run)
 
 
 def _put(client: SyncPrefectClient, key: str, data: str, description: str, flow_run: UUID | None) -> None:

@@ -5,6 +5,8 @@ from typing import cast
 from uuid import UUID
 
 import httpx
+from prefect import Task
+from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
@@ -43,6 +45,7 @@ class View:
     def __init__(self) -> None:
         self._shows = True
         self._results: list[object] = []
+        self._place = Task(name=iteration.name, fn=iteration.fn).task_key  # under which Prefect counts subflows
 
     def keep(self, result: object) -> None:
         """Hold what a task or subflow gave: Prefect draws its edges by address, which no other object may get."""
@@ -54,6 +57,7 @@ class View:
         with watched() as outcome:
             if await prefect_answers():
                 await self._show(step)
+                self._count_from(step)
                 try:
                     return await iteration(root, run, step, start, given)
                 except Exception as error:  # Prefect raises what the step raised, and beside it errors of its own
@@ -65,6 +69,11 @@ class View:
             if outcome.done:
                 return cast(Position, outcome.result)
             return await iteration.fn(root, run, step, start, given)
+
+    def _count_from(self, step: int) -> None:
+        """Give a step the place of its number: a process that goes on with a flow run would take those of the first."""
+        if context := FlowRunContext.get():
+            context.task_run_dynamic_keys[self._place] = step - 1
 
     async def _show(self, step: int) -> None:
         if not self._shows:

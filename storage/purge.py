@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -17,6 +18,9 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.tables import DamagedTable, encode, read_bytes
 from milepost.storage.text import to_json
 from milepost.storage.tombstones import TOMBSTONE, TOMBSTONE_JSON, entombed
+
+Words = tuple[str, ...]
+"""What a prompt says: its text, or that of its messages."""
 
 _MODELS = ("checkpoints/", "weights/", "exports/")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{12})\.parquet$")
@@ -50,18 +54,29 @@ def find(folder: RunFolder, prompts: Collection[str]) -> Finding:
     return Finding(wanted, [table for uri in holding for table in _replacement(uri, wanted)])
 
 
-def prompt_ids(folder: RunFolder) -> set[str]:
-    """Every prompt that a table of the run has, purged or not."""
-    return {prompt for uri in table_uris(folder) for prompt in _prompt_ids(uri)}
+def said(folder: RunFolder) -> dict[str, Words]:
+    """What each prompt says that a table of the run has, by its id; nothing for one that is purged."""
+    found: dict[str, Words] = {}
+    for uri in table_uris(folder):
+        known = _distinct(uri, ["prompt_id", "prompt"])
+        for prompt_id, prompt in zip(*(known[name].to_pylist() for name in known.column_names), strict=True):
+            words = () if prompt == TOMBSTONE_JSON else tuple(_texts(json.loads(prompt)))
+            found[prompt_id] = words or found.get(prompt_id, ())
+    return found
 
 
 def _prompt_ids(uri: str) -> list[str]:
+    ids: list[str] = _distinct(uri, ["prompt_id"])["prompt_id"].to_pylist()
+    return ids
+
+
+def _distinct(uri: str, columns: list[str]) -> pa.Table:
+    """What there is in some columns of a table, each once; nothing in a table that has them not."""
     fs, path = files.filesystem(uri)
     with fs.open(path, "rb") as file, pq.ParquetFile(file) as table:
-        if "prompt_id" not in table.schema_arrow.names:
-            return []
-        ids: list[str] = pc.unique(table.read(columns=["prompt_id"])["prompt_id"]).to_pylist()
-        return ids
+        if not set(columns) <= set(table.schema_arrow.names):
+            return pa.table({name: pa.array([], pa.string()) for name in columns})
+        return table.read(columns=columns).group_by(columns).aggregate([])
 
 
 def _replacement(uri: str, prompts: Collection[str]) -> list[PurgedTable]:

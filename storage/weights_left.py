@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from milepost.storage import checkpoints
+from milepost.storage import checkpoints, retention
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.taught import came_of, model_of, taught
@@ -35,5 +35,9 @@ def _state(folder: RunFolder, last: StepManifest) -> str:
         return "the model as it was: the run trains nothing"
     if not last.checkpoint:
         return "not saved: checkpoint.every_steps left it out"
+    if last.step + 1 in retention.removed(folder):
+        stay = ", ".join(map(str, checkpoints.complete(folder, hashes=False))) or "none"
+        by = "checkpoint.keep_last and checkpoint.keep_every"
+        return f"saved by step {last.step} and removed since by {by}; still there: {stay}"
     wrong = checkpoints.faults(folder.checkpoint(last.step + 1), hashes=False)
     return "; ".join(wrong) if wrong else "complete"

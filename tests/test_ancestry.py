@@ -12,6 +12,7 @@ from milepost.flows.lineage_picture import escaped, mermaid
 from milepost.storage import files, manifest, runs
 from milepost.storage.ancestry import Ancestry, ancestry
 from milepost.storage.begun import Origin
+from milepost.storage.retention import retain
 from milepost.storage.runs import RunFolder
 from milepost.storage.taught import SFT_RECORD
 from milepost.storage.touches import touches
@@ -72,6 +73,12 @@ def test_a_checkpoint_that_was_removed_is_still_traced(made: MadeRun) -> None:
     found = ancestry(made.folder, 1)
     assert found.state != "complete"
     assert len(found.steps) == 1
+
+
+def test_a_checkpoint_that_retention_removed_is_said_to_be_and_which_are_there(made: MadeRun) -> None:
+    assert retain(made.folder, keep_last=2) == [1]
+    by = "checkpoint.keep_last and checkpoint.keep_every"
+    assert ancestry(made.folder, 1).state == f"saved by step 0 and removed since by {by}; still there: 2, 3"
 
 
 @pytest.mark.parametrize("version", [0, 4, 99])

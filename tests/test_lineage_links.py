@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from milepost.flows.artifacts import artifact_key
 from milepost.flows.lineage import answer, as_json
-from milepost.flows.report_artifact import artifact_key
 from milepost.flows.report_delivery import report_now
 from milepost.flows.tracker import Tracker
 from milepost.flows.train import train
@@ -213,9 +213,9 @@ def test_prefect_shows_the_report_once_on_the_page_of_each_flow_run(family: Path
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-    key = artifact_key("first")
+    key, file = artifact_key("first", "report"), artifact_key("first", "report-file")
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key, f"file-{key}"])))
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key, file])))
     pages = {item.flow_run_id for item in found if str(family) in item.data}  # other roots have a run of this name
     shown = [item for item in found if item.flow_run_id in pages]
     assert len(shown) == 4 and len({(item.key, item.flow_run_id) for item in shown}) == 4

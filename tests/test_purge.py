@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from milepost.flows import lineage
+from milepost.flows.fine_tune import Example, example_row
 from milepost.flows.purge import holders, others_with, purge_run
 from milepost.flows.regrading import regrade_run
 from milepost.flows.replay import replay
@@ -19,7 +20,9 @@ from milepost.storage import files, manifest, purge, purges, runs
 from milepost.storage.lease import LeaseHeld, hold
 from milepost.storage.purge import Finding
 from milepost.storage.runs import RunFolder
-from milepost.storage.tables import DamagedTable, read_bytes
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.storage.tables import DamagedTable, read_bytes, write_table
+from milepost.storage.taught import SFT_RECORD, Taught
 from milepost.storage.verify import verify
 from milepost.tasks.recover import require_tables
 
@@ -222,6 +225,37 @@ def test_a_run_on_an_object_store_is_purged_too() -> None:
     assert [row["prompt"] == row["label"] == '"[purged]"' for row in rows] == [at == 1 for at in range(len(rows))]
     assert others_with("memory://purged", [], [name]) == []
     files.remove_folder("memory://purged")
+
+
+def taught(base: Path, folder: RunFolder, prompt: str, *, ended: bool) -> RunFolder:
+    """A fine-tuning that has learnt a prompt in its only step."""
+    found = runs.run_folder(str(base), "taught")
+    record = json.loads(Path(folder.record).read_text())
+    entry = Taught(file="talks.jsonl", digest="", rows=1, too_long=0, batch_size=1, seed=0).entry()
+    files.publish_json(found.record, record | {"run_id": "taught", "data": {"prompts": None, "eval": None, **entry}})
+    row = example_row(Example(prompt, [1], "learnt", [2]), run="taught", step=0, position=0)
+    write_table(files.join(found.step(0), "batch"), from_rows([row], ROLLOUTS), ROLLOUTS)
+    if ended:
+        files.publish_json(files.join(found.uri, SFT_RECORD), {})
+    return found
+
+
+def test_a_prompt_is_found_by_what_it_says_also_where_it_was_learnt(tmp_path: Path) -> None:
+    folder, name = made(str(tmp_path))
+    learnt = taught(tmp_path, folder, purge.said(folder)[name][0], ended=True)
+    assert others_with(str(tmp_path), [folder], [name]) == ["taught"]
+    chosen = holders([folder, learnt], [name])
+    assert chosen[folder] == {name} and chosen[learnt] == purge.said(learnt).keys() != {name}
+    done = purge_run(str(tmp_path), learnt, chosen[learnt])
+    assert (done.rows, done.sources) == (1, ["talks.jsonl"]) and set(purge.said(learnt).values()) == {()}
+
+
+def test_a_fine_tuning_that_would_write_a_prompt_again_is_purged_only_by_force(tmp_path: Path) -> None:
+    folder, name = made(str(tmp_path))
+    learnt = taught(tmp_path, folder, purge.said(folder)[name][0], ended=False)
+    with pytest.raises(ValueError, match="'taught' has not ended and would write these prompts once more"):
+        purge_run(str(tmp_path), learnt, purge.said(learnt))
+    assert purge_run(str(tmp_path), learnt, purge.said(learnt), force=True).rows == 1
 
 
 def test_prompts_are_looked_for_in_all_runs(tmp_path: Path) -> None:

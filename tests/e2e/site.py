@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,7 +19,8 @@ import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import State
 
 from milepost.flows import services
 from milepost.flows.prefect_client import prefect_client
@@ -42,6 +44,16 @@ TINY: dict[str, Any] = {
     "tracking": {"enabled": False},
 }
 POOL = "deployed"
+SLOW = """
+import asyncio
+
+from milepost.tasks.rollouts import single_turn
+
+
+async def turn(generate, prompt, params):
+    await asyncio.sleep(12)
+    return await single_turn(generate, prompt, params)
+"""
 
 
 class Site:
@@ -83,11 +95,22 @@ class Site:
         """A run that nobody named is called by its deployment and its flow run."""
         return runs.run_folder(str(self.folder / "runs"), f"tiny-{str(flow_run)[-8:]}")
 
-    def below(self, flow_run: UUID) -> set[str]:
-        """States of the steps that a flow run shows."""
+    def steps(self, flow_run: UUID) -> dict[str, str]:
+        """The steps that a flow run shows, and their states."""
         parent = filters.FlowRunFilterParentFlowRunId(any_=[flow_run])
         found = self.client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(parent_flow_run_id=parent))
-        return {str(step.state_name) for step in found}
+        return {step.name: str(step.state_name) for step in found}
+
+    def below(self, flow_run: UUID) -> set[str]:
+        """States of the steps that a flow run shows."""
+        return set(self.steps(flow_run).values())
+
+    def suspend(self, flow_run: UUID) -> None:
+        """What the button on the page sends."""
+        later = datetime.now(UTC) + timedelta(minutes=5)
+        details = {"pause_timeout": later, "pause_reschedule": True}
+        paused = State(type=StateType.PAUSED, name="Suspended", state_details=details)
+        self.client.set_flow_run_state(flow_run, paused, force=True)
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
@@ -141,6 +164,7 @@ def opened(model_dir: str, folder: Path) -> Iterator[Site]:
     (folder / "model").symlink_to(model_dir)
     rows = "".join(f'{{"prompt": "{number}+1=", "label": "{number + 1}"}}\n' for number in range(16))
     (folder / "prompts.jsonl").write_text(rows)
+    (folder / "slow.py").write_text(SLOW)
     (folder / "tiny.yaml").write_text("# Sums on fake engines.\n" + yaml.safe_dump(TINY))
     command = [MILEPOST, "deploy", "--pool", POOL, "--recipe", "tiny.yaml", "--slots", "2"]
     with server(folder / "home") as api, webhook() as (url, alerts), get_client(sync_client=True) as client:

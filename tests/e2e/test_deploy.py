@@ -7,18 +7,17 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from prefect.client.schemas import filters
-from prefect.client.schemas.objects import StateType
-from prefect.states import Cancelling, Scheduled, State
+from prefect.states import Cancelling, Scheduled
 
 from milepost.flows.automations import ensure_evaluation
 from milepost.flows.run_status import run_status
 from milepost.storage import manifest, runs
 from milepost.storage.evaluated import evaluated
+from milepost.storage.lease import newest_fence
 from milepost.storage.runs import RunFolder
 
 from .site import MILEPOST, POOL, TINY, Site, living, opened, within
@@ -120,18 +119,30 @@ def test_a_paused_run_gives_its_engines_back_and_resumes_where_it_stopped(site: 
     flow_run = site.start("train/tiny", steps=100000)
     folder = site.trained(flow_run, 2)
     started = site.worker.children(recursive=True)
-    later = datetime.now(UTC) + timedelta(minutes=5)
-    details = {"pause_timeout": later, "pause_reschedule": True}  # as the button on the page sends it
-    paused = State(type=StateType.PAUSED, name="Suspended", state_details=details)
-    site.client.set_flow_run_state(flow_run, paused, force=True)
+    site.suspend(flow_run)
     assert within(30, lambda: not living(started)) and site.state(flow_run) == "Suspended"
     assert run_status(folder).state == "paused"
+    assert site.below(flow_run) <= {"Completed", "Suspended"}, "nobody comes back to them after Cancel"
     done = len(manifest.finished_steps(folder))
     site.client.resume_flow_run(flow_run)
     site.trained(flow_run, done + 2)
+    shown = site.steps(flow_run)
+    assert {shown[f"step-{step}"] for step in range(done + 1)} == {"Completed"}, "each in its own place"
     site.client.set_flow_run_state(flow_run, Cancelling())
     site.until(flow_run, "Cancelled", seconds=30)
     assert within(30, lambda: site.below(flow_run) <= {"Completed", "Crashed", "Cancelled"})
+
+
+@pytest.mark.long
+def test_a_run_that_is_resumed_in_the_middle_of_a_stage_waits_for_the_process_that_was_suspended(site: Site) -> None:
+    flow_run = site.start("train/tiny", steps=1, rollout=TINY["rollout"] | {"function": "slow:turn"})
+    site.until(flow_run, "Running")
+    assert within(60, lambda: "step-0" in site.steps(flow_run))
+    site.suspend(flow_run)
+    site.client.resume_flow_run(flow_run)
+    site.until(flow_run, "Completed", "Failed", "Crashed")
+    assert (site.state(flow_run), site.steps(flow_run)) == ("Completed", {"step-0": "Completed"})
+    assert newest_fence(site.run(flow_run).uri) == 2
 
 
 @pytest.fixture(scope="module")
