@@ -44,7 +44,7 @@ def completion(sequence: Sequence, backend: EmbeddedBackend) -> dict[str, Any]:
         "finish_reason": sequence.finish_reason,
         "prompt_tokens": len(request.input_ids),
         "completion_tokens": count,
-        "cached_tokens": 0,
+        "cached_tokens": sequence.cached_tokens,
         "weight_version": sequence.version_last or backend.label,
         "sampling_seed": request.params.sampling_seed,
     }

@@ -50,9 +50,13 @@ class EmbeddedModel:
     @torch.inference_mode()
     def join(self, sequences: list[Sequence]) -> None:
         for chunk in _prefill_chunks(sequences):
-            prompts = list(dict.fromkeys(sequence.request.input_ids for sequence in chunk))
-            which = torch.tensor([prompts.index(sequence.request.input_ids) for sequence in chunk])
-            self._cache.join(self._prefill(prompts), which)
+            rows: dict[tuple[int, ...], int] = {}
+            for sequence in chunk:
+                prompt = sequence.request.input_ids
+                sequence.cached_tokens = len(prompt) - 1 if prompt in rows else 0
+                rows.setdefault(prompt, len(rows))
+            which = torch.tensor([rows[sequence.request.input_ids] for sequence in chunk])
+            self._cache.join(self._prefill([*rows]), which)
         self._sequences += sequences
         self._tokens = torch.cat([self._tokens, torch.tensor([s.request.input_ids[-1] for s in sequences])])
         self._lengths = torch.cat([self._lengths, torch.tensor([len(s.request.input_ids) - 1 for s in sequences])])

@@ -14,6 +14,7 @@ class Sequence:
     """`on_progress` and `on_finish` are called from the scheduler's thread.
 
     `finish_reason` is set once, last, and has SGLang's shape: {"type": "stop" | "length" | "abort", ...}.
+    `cached_tokens` of the prompt were not read for it, because another sequence had read the same.
     """
 
     request: CompletionRequest
@@ -25,6 +26,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     version_first: str = ""
     version_last: str = ""
+    cached_tokens: int = 0
     finish_reason: dict[str, Any] | None = None
 
     def begin(self, version: str) -> None:

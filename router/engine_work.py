@@ -1,6 +1,6 @@
 """What engines say that their answers cost them, in sums. What an engine does not say is in none of them."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,19 +10,21 @@ class EngineWork:
 
     def __init__(self) -> None:
         self._samples: set[str] = set()
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(int)
 
     def add(self, sample_id: str, meta: Mapping[str, Any]) -> None:
         """Take what SGLang's `meta_info` tells of one request."""
         cached, accepted = meta.get("cached_tokens"), meta.get("spec_accept_rate")
         if cached is not None:
             self._samples.add(sample_id)
-            self._sums.update(prompt_tokens=meta["prompt_tokens"], cached_tokens=cached)
+            self._sums["prompt_tokens"] += meta["prompt_tokens"]
+            self._sums["cached_tokens"] += cached
         if accepted is not None:
-            # All drafts are of one length, so that the accepted share of each may be summed.
             verified = meta["spec_verify_ct"]
-            self._sums.update(verified_drafts=verified, drafted_tokens=meta["completion_tokens"])
-            self._sums.update({"accepted_shares": accepted * verified})
+            self._sums["verified_drafts"] += verified
+            self._sums["drafted_tokens"] += meta["completion_tokens"]
+            # All drafts are of one length, so that the accepted share of each may be summed.
+            self._sums["accepted_shares"] += accepted * verified
 
     def sums(self) -> dict[str, float]:
         """By name: `samples`, `prompt_tokens` and `cached_tokens` of requests that tell what was cached of them.

@@ -101,12 +101,13 @@ def _settled(text: str, valid: str) -> str:
             return letter
     alone = [found for found in _ALONE.finditer(text) if found[1] in valid and not _misread(found[1], *_around(found))]
     right = [found for found in alone if _RIGHT_AFTER.match(text, found.end())]
-    last = (right or alone)[-1:]
-    if not last:
+    if not alone:
         return _leading(text, valid, alone=True) or ""
-    if any(_joined(_around(found)[0], last[0][1], valid) for found in alone[-2:]):
-        return ""
-    return last[0][1]
+    last = (right or alone)[-1]
+    at = alone.index(last)
+    before_and_last = alone[max(0, at - 1) : at + 1]
+    two = any(_joined(_around(found)[0], found[1], valid) for found in before_and_last)
+    return "" if two else last[1]
 
 
 def _around(found: re.Match[str]) -> tuple[str, str]:

@@ -11,21 +11,31 @@ from typing import Any
 from milepost.storage.parameters import FilterSection, RewardSection
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.tasks.filters import filter_table, kept_groups
-from milepost.tasks.grading import Graders, verdicts_of, with_verdicts
+from milepost.tasks.grading import Checks, Graders, verdicts_of, with_verdicts
 from milepost.tasks.verdict import Verdict
 
 
 class EarlyStop:
     """Sets `event` once `missing` groups are kept. `verdicts` has what was said of every sample that was judged."""
 
-    def __init__(self, missing: int, reward: RewardSection, filter: FilterSection, *, graders: Graders) -> None:
+    def __init__(
+        self,
+        missing: int,
+        reward: RewardSection,
+        filter: FilterSection,
+        *,
+        graders: Graders,
+        oldest: int | None = None,
+    ) -> None:
         self.event = asyncio.Event()
         self.verdicts: dict[str, Verdict] = {}
         self.judged: set[str] = set()
         self._missing = missing
         self._reward = reward
         self._filter = filter
+        self._oldest = oldest
         self._graders = graders
+        self._checks = Checks()
         self._kept: dict[int, int] = {}
 
     async def judge(self, shard: int, group: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -46,8 +56,8 @@ class EarlyStop:
 
     async def _judge(self, rows: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Verdict]]:
         table = from_rows(list(rows), ROLLOUTS)
-        verdicts = await verdicts_of(table, self._reward, pool=self._graders)
-        filtered = filter_table(with_verdicts(table, verdicts), self._filter)
+        verdicts = await verdicts_of(table, self._reward, pool=self._graders, checks=self._checks)
+        filtered = filter_table(with_verdicts(table, verdicts), self._filter, oldest=self._oldest)
         names = table["sample_id"].to_pylist()
         return kept_groups(filtered), dict(zip(names, verdicts, strict=True))
 

@@ -6,7 +6,7 @@ Samples are generated and scored by the tasks that a step uses, shard by shard: 
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from milepost.storage.eval_sets import set_rows, temperature
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import EvalSet, Parameters, RewardSection, RolloutSection
+from milepost.storage.runs import RunRecord
 from milepost.storage.schema import PROMPTS, ROLLOUTS
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.eval_scores import SetScore, set_score
@@ -69,7 +70,15 @@ def greedy(sampling: Sampling) -> Sampling:
     return replace(sampling, params=params, n_samples_per_prompt=1)
 
 
-def set_plan(index: int, eval_set: EvalSet, parameters: Parameters, *, model_folder: str = "") -> SetPlan:
+def set_plans(sets: Sequence[EvalSet], parameters: Parameters, record: RunRecord) -> list[SetPlan]:
+    """How each set of a run is evaluated; `parameters` are those of its record, with their secrets."""
+    folder, vocabulary = record.model["folder"], record.vocabulary
+    return [set_plan(at, item, parameters, model_folder=folder, vocabulary=vocabulary) for at, item in enumerate(sets)]
+
+
+def set_plan(
+    index: int, eval_set: EvalSet, parameters: Parameters, *, model_folder: str = "", vocabulary: int = 0
+) -> SetPlan:
     """How a set is evaluated: what it leaves open is as the run has it. `model_folder` is for a run with tools."""
     rollout = parameters.rollout
     updates: dict[str, Any] = {"top_p": eval_set.top_p, "top_k": eval_set.top_k}
@@ -83,6 +92,7 @@ def set_plan(index: int, eval_set: EvalSet, parameters: Parameters, *, model_fol
         eval_set.n_samples_per_prompt,
         parameters.model.context_length,
         parameters.data.seed,
+        vocabulary=vocabulary,
         tools=tool_rules(rollout),
         tokenizer=TokenizerFolder.of(parameters.model, model_folder),
     )

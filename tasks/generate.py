@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 
 from milepost.engines.protocols import WeightVersion
 from milepost.router.client import HttpGenerate, open_client
+from milepost.router.engine_work import EngineWork
 from milepost.storage import text
 from milepost.storage.carried import INTERRUPTED
 from milepost.storage.journal import Slot, StepStore
@@ -34,6 +35,8 @@ from milepost.tasks.tools import Toolbox
 
 REUSED_TOKENS = "reused_tokens"
 """In the record of a commit: how many tokens of its samples an earlier step has generated."""
+ENGINE_WORK = "engine_work"
+"""In the record of a commit: the sums of what the engines say of their work, where they do."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,19 @@ async def generate_table(
     early: EarlyStop | None = None,
     ahead: ScoreAhead | None = None,
     tools: Toolbox | None = None,
+    work: EngineWork | None = None,
 ) -> pa.Table:
-    """Samples for `prompts` as a rollouts table; `place` holds run_id, step and shard."""
+    """Samples for `prompts` as a rollouts table; `place` holds run_id, step and shard, `work` is added to."""
     collection = Collection(rollout.concurrency, rollout.submission == "group", early, ahead)
     stop = early.event if early else asyncio.Event()
     async with open_client(rollout.concurrency) as client:
         generate = HttpGenerate(
-            router_url, client, timeout_seconds=rollout.timeout_seconds, stop=stop, vocabulary=sampling.vocabulary
+            router_url,
+            client,
+            timeout_seconds=rollout.timeout_seconds,
+            stop=stop,
+            vocabulary=sampling.vocabulary,
+            work=work or EngineWork(),
         )
         asking = Asking(generate, get_rollout(sampling.function), sampling, version, earlier, stop, tools)
         rows = await generate_rows(asking, prompts, collection, place=place)
@@ -176,6 +185,7 @@ async def generate_rollouts(
     if commit is None:
         chosen = prompts_of(shard_of(read_table(prompts), shard.index, shard.count))
         earlier = earlier_samples(going_on, [prompt.group_id for prompt in chosen])
+        work = EngineWork()
         table = await generate_table(
             chosen,
             sampling,
@@ -187,14 +197,18 @@ async def generate_rollouts(
             early=early,
             ahead=ahead,
             tools=await connect_toolbox(sampling, run=store.run_id, workers=rollout.tool_workers),
+            work=work,
         )
         require_sound(table)
-        reused = sum(len(found.sample.token_ids) for found in earlier.values())
+        record = {
+            REUSED_TOKENS: sum(len(found.sample.token_ids) for found in earlier.values()),
+            ENGINE_WORK: work.sums(),
+        }
         commit = store.commit(
             slot,
             key,
             {"rollouts": store.write(str(slot), table, ROLLOUTS)},
-            record={REUSED_TOKENS: reused} if reused else {},
+            record={name: value for name, value in record.items() if value},
             started=started,
         )
     return commit.tables["rollouts"]

@@ -1,5 +1,6 @@
 """From samples of a table to what graders are given of them, and from verdicts to columns of the table."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -38,6 +39,30 @@ class Graders(Protocol):
     ) -> list[Answer]: ...
 
 
+class Checks:
+    """What graders say of choices of rewards, for all who score by them: it is asked once, before any sample is."""
+
+    def __init__(self) -> None:
+        self._asking = asyncio.Lock()
+        self._loaded: dict[str, Answer] = {}
+
+    async def of(self, graders: Graders, choice: RewardChoice) -> Answer:
+        """How many samples a call may have, see `scoring.check`; what could not be loaded is asked again."""
+        name = text.to_json([choice.as_json(), choice.network])
+        async with self._asking:
+            if name not in self._loaded:
+                answer = await _checked(graders, choice)
+                if answer.reason is not None:
+                    return answer
+                self._loaded[name] = answer
+        return self._loaded[name]
+
+
+async def _checked(graders: Graders, choice: RewardChoice) -> Answer:
+    (answer,) = await graders.map(CHECK, [(choice.as_json(),)], timeout_seconds=START_SECONDS, network=choice.network)
+    return answer
+
+
 def grader_rows(table: pa.Table) -> list[dict[str, Any]]:
     """What a grader is given of each sample."""
     lengths = pc.list_value_length(table["response_token_ids"]).to_pylist()
@@ -72,11 +97,17 @@ def with_verdicts(table: pa.Table, verdicts: list[Verdict]) -> pa.Table:
 
 
 async def verdicts_of(
-    table: pa.Table, reward: RewardSection, *, pool: Graders, known: Mapping[str, Verdict] = MappingProxyType({})
+    table: pa.Table,
+    reward: RewardSection,
+    *,
+    pool: Graders,
+    known: Mapping[str, Verdict] = MappingProxyType({}),
+    checks: Checks | None = None,
 ) -> list[Verdict]:
     """A verdict for every sample, in the order of the rows.
 
-    Those that are `known`, by sample, are not asked for, nor is there anything to ask of the ones in `UNGRADED`.
+    Those that are `known`, by sample, are not asked for, nor is there anything to ask of the ones in `UNGRADED`. Who
+    asks for many tables gives all of them the same `checks`.
     """
     names, statuses = table["sample_id"].to_pylist(), table["status"].to_pylist()
     found = {
@@ -85,42 +116,48 @@ async def verdicts_of(
         if name in known or status in UNGRADED
     }
     asked = table.filter(pa.array([name not in found for name in names], pa.bool_()))
-    graded = await _graded(asked, reward, pool=pool)
+    graded = await _graded(asked, reward, pool=pool, checks=checks or Checks())
     found |= zip(asked["sample_id"].to_pylist(), graded, strict=True)
     return [found[name] for name in names]
 
 
-async def _graded(table: pa.Table, reward: RewardSection, *, pool: Graders) -> list[Verdict]:
+async def _graded(table: pa.Table, reward: RewardSection, *, pool: Graders, checks: Checks) -> list[Verdict]:
     rows = grader_rows(table)
     given = redaction.resolved({"reward": reward.model_dump()})["reward"]
     section = RewardSection.model_validate(given)
     by_name: dict[str | None, list[int]] = {}
     for at, row in enumerate(rows):
-        by_name.setdefault(reward_of(row["metadata"]), []).append(at)
+        by_name.setdefault(reward_of(row["metadata"]) if reward.by_prompt else None, []).append(at)
     found: dict[int, Verdict] = {}
     for places in by_name.values():
         asked = [rows[at] for at in places]
         choice = choice_for(asked[0]["metadata"], section)
-        said = await grade_rows(pool, choice, asked, timeout_seconds=reward.timeout_seconds)
+        said = await grade_rows(pool, choice, asked, timeout_seconds=reward.timeout_seconds, checks=checks)
         found |= zip(places, said, strict=True)
     return [replace(found[at], reason=redaction.scrubbed(found[at].reason, given)) for at in range(len(rows))]
 
 
 async def grade_rows(
-    graders: Graders, choice: RewardChoice, rows: Sequence[Mapping[str, Any]], *, timeout_seconds: float
+    graders: Graders,
+    choice: RewardChoice,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    timeout_seconds: float,
+    checks: Checks | None = None,
 ) -> list[Verdict]:
     """A verdict per row, in order, from a pool of graders. A call that hangs or kills its grader costs only itself."""
-    check = Call(CHECK, (choice.as_json(),))
+    if not rows:
+        return []
     grader = choice_id(choice)
-    (loaded,) = await graders.map(check.function, [check.args], timeout_seconds=START_SECONDS, network=choice.network)
+    loaded = await (checks or Checks()).of(graders, choice)
     if loaded.reason is not None:
-        return verdicts_from(loaded, grader, len(rows)) if rows else []
+        return verdicts_from(loaded, grader, len(rows))
     lots = _lots(rows, loaded.value)
     answers = await graders.map(
         SCORE,
         [(choice.as_json(), [rows[at] for at in lot]) for lot in lots],
-        timeout_seconds=timeout_seconds * max(map(len, lots), default=1),
-        warm_up=check,
+        timeout_seconds=timeout_seconds * max(map(len, lots)),
+        warm_up=Call(CHECK, (choice.as_json(),)),
         network=choice.network,
     )
     found: dict[int, Verdict] = {}
@@ -148,5 +185,4 @@ async def require_choice(graders: Graders, choice: RewardChoice) -> None:
     """LookupError or ValueError, in the words of `grade`, unless a grader can load the rewards with their options."""
     for part in choice.parts:
         reward_function(part.name)
-    (answer,) = await graders.map(CHECK, [(choice.as_json(),)], timeout_seconds=START_SECONDS, network=choice.network)
-    require_loaded(choice.name, answer)
+    require_loaded(choice.name, await _checked(graders, choice))

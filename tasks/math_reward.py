@@ -14,7 +14,7 @@ from milepost.tasks.verdict import Sample, Verdict, ungradable
 MAX_ANSWER = 2000  # characters; what is longer equals nothing
 LARGEST = sys.float_info.max
 
-_DAPO = re.compile(r"answer\s*[*_]*\s*:[\s*_]*([^\n]*)", re.IGNORECASE)
+_DAPO = re.compile(r"answer\s*[*_]*\s*:[\s*_]*((?:(?!answer\s*[*_]*\s*:)[^\n])*)", re.IGNORECASE)
 _LETTER = re.compile(r"[^\W\d_]")
 _VALUE = re.compile(r"\d|\\pi")
 _CONSTANT = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[ei](?![A-Za-z])")

@@ -10,12 +10,16 @@ import pyarrow.compute as pc
 
 from milepost.storage.carried import INTERRUPTED
 from milepost.storage.text import from_json
+from milepost.tasks.samples import LOST_TOKENS
+from milepost.tasks.verdict import failure_kind
 
 _READ = [
     "group_id",
     "reward",
     "kept",
     "status",
+    "drop_reason",
+    "verdict",
     "response",
     "response_token_ids",
     "loss_mask",
@@ -54,6 +58,7 @@ def rollout_metrics(
         | _efficiency(table, kept, trained, reused_tokens)
         | _versions(table)
         | _rewards(table)
+        | _errors(table)
         | _zero_std(table)
     )
 
@@ -66,6 +71,19 @@ def dropped_groups(accounting: Mapping[str, int]) -> dict[str, float]:
         for name, count in accounting.items()
         if name.startswith(prefix)
     }
+
+
+def engine_metrics(work: Mapping[str, float]) -> dict[str, float]:
+    """What of prompts was cached, and of drafts accepted, from the sums of EngineWork; nothing where none was told."""
+    found = {}
+    if work.get("samples"):
+        cached, prompts = work["cached_tokens"], work["prompt_tokens"]
+        found["rollout/prefix_cache_hit_rate"] = cached / prompts if prompts else 0.0
+        found["rollout/avg_cached_tokens_per_sample"] = cached / work["samples"]
+    if verified := work.get("verified_drafts"):
+        found["rollout/spec_accept_rate"] = work["accepted_shares"] / verified
+        found["rollout/spec_accept_length"] = work["drafted_tokens"] / verified
+    return found
 
 
 def is_repetitive(response: str) -> bool:
@@ -115,8 +133,8 @@ def _efficiency(
 
 def _lost_tokens(table: pa.Table) -> int:
     """Of samples that were made again."""
-    rows = table["metadata"].filter(pc.match_substring(table["metadata"], '"lost_tokens"'))
-    return sum(from_json(metadata).get("lost_tokens", 0) for metadata in rows.to_pylist())
+    rows = table["metadata"].filter(pc.match_substring(table["metadata"], f'"{LOST_TOKENS}"'))
+    return sum(from_json(metadata).get(LOST_TOKENS, 0) for metadata in rows.to_pylist())
 
 
 def _versions(table: pa.Table) -> dict[str, float]:
@@ -135,6 +153,17 @@ def _rewards(table: pa.Table) -> dict[str, float]:
     if not len(rewards):
         return {}
     return {"rollout/reward": float(rewards.mean()), "rollout/reward/std": float(rewards.std())}
+
+
+def _errors(table: pa.Table) -> dict[str, float]:
+    """Samples that nothing came of, by kind of what went wrong; those without a score by what their verdict says."""
+    lost = table.filter(pc.is_in(table["drop_reason"], pa.array(["aborted", "invalid", "empty", "unscorable"])))
+    reasons, verdicts = lost["drop_reason"].to_pylist(), lost["verdict"].to_pylist()
+    kinds = Counter(
+        failure_kind(from_json(verdict)["reason"]) if reason == "unscorable" and verdict else reason
+        for reason, verdict in zip(reasons, verdicts, strict=True)
+    )
+    return {f"rollout/error_cat/{kind}": float(count) for kind, count in sorted(kinds.items())}
 
 
 def _zero_std(table: pa.Table) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from milepost.storage.parameters import RewardSection
 from milepost.storage.schema import ROLLOUTS, from_rows
-from milepost.tasks.grading import Graders, verdicts_of
+from milepost.tasks.grading import Checks, Graders, verdicts_of
 from milepost.tasks.verdict import Verdict
 
 
@@ -22,6 +22,7 @@ class ScoreAhead:
     def __init__(self, reward: RewardSection, graders: Graders) -> None:
         self._reward = reward
         self._graders = graders
+        self._checks = Checks()
         self._asked: list[asyncio.Task[dict[str, Verdict]]] = []
 
     async def __aenter__(self) -> "ScoreAhead":
@@ -51,5 +52,5 @@ class ScoreAhead:
 
     async def _verdicts(self, rows: Sequence[dict[str, Any]]) -> dict[str, Verdict]:
         table = from_rows(list(rows), ROLLOUTS)
-        said = await verdicts_of(table, self._reward, pool=self._graders)
+        said = await verdicts_of(table, self._reward, pool=self._graders, checks=self._checks)
         return dict(zip(table["sample_id"].to_pylist(), said, strict=True))

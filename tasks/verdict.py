@@ -1,5 +1,6 @@
 """What a reward function is given, and what it says: both are plain records that travel as JSON."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,17 @@ class Verdict:
     grader: str = ""
     seconds: float = 0.0
     extracted: str | None = None
+
+
+_KINDS = ("timeout", "crash", "error", "not finite", "label", "unreachable", "refused", "unparsable")
+# Of a sum the reasons of its parts, each behind a name.
+_KIND = re.compile(rf"(?:^|: |; )({'|'.join(_KINDS)})(?=$|[:; ])")
+
+
+def failure_kind(reason: str) -> str:
+    """What of a few things the reason of a verdict without a score says in its words; `unscorable` for any others."""
+    found = _KIND.search(reason)
+    return found[1].replace(" ", "_") if found else "unscorable"
 
 
 def ungradable(label: Any, problem: str) -> Verdict:

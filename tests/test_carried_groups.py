@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -18,10 +17,10 @@ from milepost.flows.start import Launched, begin_run
 from milepost.flows.step_context import Position
 from milepost.storage import manifest, runs
 from milepost.storage.accounting import epoch_accounting
-from milepost.storage.carried import carried_groups
-from milepost.storage.journal import Slot, StepStore
 from milepost.storage.tables import TableRef, read_table
 from milepost.storage.verify import verify
+
+from .over_sampled import OverSampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
 
@@ -48,25 +47,11 @@ SLOW = "9"
 
 
 @dataclass(frozen=True)
-class Made:
+class Made(OverSampled):
     """Two steps, the requests that were in flight after each, and what step 1 came to when it was made once more."""
 
-    folder: runs.RunFolder
     in_flight: list[int]
     again: tuple[Position, Position]
-
-    def rows(self, step: int) -> list[dict[str, Any]]:
-        commits = StepStore(self.folder.step(step), "over", step).commits()
-        filtered = (commit.tables["rollouts"] for commit in commits if Slot.parse(commit.slot).stage == "filter")
-        return [row for ref in filtered for row in read_table(ref).to_pylist()]
-
-    def former(self) -> dict[str, dict[str, Any]]:
-        """What step 0 has made of the samples of step 1 that it began, by their ids in step 1."""
-        commit = StepStore(self.folder.step(1), "over", 1).stored(Slot("sample"))
-        assert commit is not None
-        new = {old: name for name, old in carried_groups(commit.record).items()}
-        rows = [row for row in self.rows(0) if row["group_id"] in new]
-        return {new[row["group_id"]] + row["sample_id"].removeprefix(row["group_id"]): row for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -105,22 +90,12 @@ def test_nothing_is_left_running_in_the_engines_once_a_step_has_enough(made: Mad
 
 
 def test_the_next_step_goes_on_with_each_response_where_it_stopped(made: Made) -> None:
-    former = made.former()
-    rows = {row["sample_id"]: row for row in made.rows(1) if row["sample_id"] in former}
-    assert rows.keys() == former.keys() and len(rows) == 2 * manifest.load(made.folder, 0).accounting["interrupted"]
-    grown = 0
-    for name, row in rows.items():
-        before, count = former[name], len(former[name]["response_token_ids"])
-        assert row["prompt_id"] == before["prompt_id"]
-        if count and not before["response"].endswith("\ufffd"):
-            assert row["response_token_ids"][:count] == before["response_token_ids"]
-            assert row["rollout_logprobs"][:count] == before["rollout_logprobs"]
-            grown += len(row["response_token_ids"]) > count
-    assert grown
+    assert len(made.former(1)) == 2 * manifest.load(made.folder, 0).accounting["interrupted"]
+    assert made.check_continued(1)
 
 
 def test_tokens_of_older_weights_are_stamped_and_not_trained(made: Made) -> None:
-    former = made.former()
+    former = made.former(1)
     mixed = [row for row in made.rows(1) if (row["weight_version_min"], row["weight_version_max"]) == (0, 1)]
     assert mixed
     for row in mixed:
@@ -141,8 +116,9 @@ def test_a_step_that_is_made_once_more_takes_all_of_it_from_the_journal(made: Ma
 
 
 def test_tokens_are_counted_in_the_step_that_generated_them(made: Made) -> None:
-    reused = sum(len(row["response_token_ids"]) for row in made.former().values() if row["response_token_ids"])
+    reused = sum(len(row["response_token_ids"]) for row in made.former(1).values() if row["response_token_ids"])
     tokens = sum(len(row["response_token_ids"]) for row in made.rows(1))
     metrics = manifest.load(made.folder, 1).metrics
     assert metrics["rollout/tokens"] == tokens - reused
     assert metrics["rollout/weight_version/mixed_version_ratio"] > 0
+    assert metrics["rollout/avg_cached_tokens_per_sample"] == 0.0 and "rollout/spec_accept_rate" not in metrics

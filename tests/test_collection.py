@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +14,18 @@ from milepost.flows.plan import check_collection
 from milepost.router.client import GenerationStopped
 from milepost.router.completions import UnsoundCompletion, parse_completion
 from milepost.storage.batch_plan import BatchPlan
+from milepost.storage.journal import StepStore
 from milepost.storage.parameters import FilterSection, Parameters, RewardSection, RolloutSection
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.tasks.asking import Asking
-from milepost.tasks.carried import Earlier, go_on
+from milepost.tasks.carried import Carried, Earlier, earlier_samples, go_on
 from milepost.tasks.early_stop import EarlyStop
 from milepost.tasks.generate import Collection, generate_rows, require_sound
 from milepost.tasks.rewards import CHECK
 from milepost.tasks.rollouts import RolloutParams, single_turn
 from milepost.tasks.samples import Prompt, Sample
 from milepost.tasks.sampling import Sampling
+from milepost.tasks.score_ahead import ScoreAhead
 
 OLD, NOW = WeightVersion(3, "aa"), WeightVersion(4, "bb")
 PLACE = {"run_id": "run", "step": 4, "shard": 0}
@@ -155,6 +158,20 @@ def test_one_that_is_stopped_again_keeps_what_it_had() -> None:
     assert row["status"] == "aborted" and row["response_token_ids"] == [1, 2, 3, 4]
 
 
+def test_what_was_lost_of_a_continuation_is_what_it_generated_itself() -> None:
+    script = Script(completion([7], "abort"), unsound(), completion([5]))
+    (row,) = rows_of(script, replace(SAMPLING, partial=True, refills=3), earlier={"g-000": earlier(4)})
+    assert row["response_token_ids"] == [1, 2, 3, 4, 5] and '"lost_tokens": 3' in row["metadata"]
+
+
+def test_tokens_that_a_step_lost_are_not_counted_again_by_the_step_that_goes_on(tmp_path: Path) -> None:
+    (row,) = rows_of(Script(completion([7], "abort"), completion([5])), replace(SAMPLING, refills=3))
+    assert '"lost_tokens": 1' in row["metadata"]
+    table = from_rows([PLACE | row], ROLLOUTS)
+    carried = Carried({"h": "g"}, (StepStore(str(tmp_path), "run", 4).write("rollouts", table, ROLLOUTS),))
+    assert earlier_samples(carried, ["h"])["h-000"].sample.metadata == {}
+
+
 class Slots:
     """Generate that counts which groups are in flight together."""
 
@@ -183,11 +200,16 @@ def test_a_group_is_submitted_whole_or_sample_by_sample(by_group: bool, groups: 
 
 
 class Judge:
-    """Graders that score every sample 1, and never answer for the group `slow`."""
+    """Graders that score every sample 1, and never answer for the group `slow`; their first checks fail as told."""
+
+    def __init__(self, *failures: str) -> None:
+        self.failures = list(failures)
+        self.checks = 0
 
     async def map(self, function: str, items: Sequence[Sequence[Any]], **_: Any) -> list[Answer]:
         if function == CHECK:
-            return [Answer(1, None, 0.0)]
+            self.checks += 1
+            return [Answer(1, self.failures.pop(0) if self.failures else None, 0.0)]
         if any(row["group_id"] == "slow" for _, rows in items for row in rows):
             await asyncio.Event().wait()
         return [Answer([{"score": 1.0} for _ in rows], None, 0.0) for _, rows in items]
@@ -205,6 +227,20 @@ def test_enough_groups_end_a_round_though_a_verdict_is_still_to_come() -> None:
     assert early.judged == {"a", "b"} and len(early.verdicts) == 4
     assert [row["status"] for row in rows] == ["interrupted"] * 2 + ["completed"] * 4
     assert [row["finish_reason"] for row in rows] == ["stop"] * 6  # what was made of them is kept
+
+
+def test_graders_are_checked_once_however_many_groups_are_finished_one_by_one() -> None:
+    judge = Judge("crash")
+    (row,) = rows_of(Script(completion([7])))
+
+    async def verdicts() -> list[float | None]:
+        async with ScoreAhead(RewardSection(name="random"), judge) as ahead:
+            for group in ("a", "b", "c"):
+                ahead.finished([PLACE | row | {"group_id": group, "sample_id": group}])
+            return [said.score for said in (await ahead.verdicts()).values()]
+
+    assert asyncio.run(verdicts()) == [None, 1.0, 1.0]
+    assert judge.checks == 2
 
 
 def test_groups_that_a_resumed_round_has_kept_already_count() -> None:

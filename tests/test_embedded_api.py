@@ -298,6 +298,18 @@ def test_pausing_with_abort_ends_requests_with_what_they_have_and_holds_new_ones
         assert client.post("/pause_generation", json={"mode": "gently"}).status_code == 400
 
 
+def test_a_prompt_that_is_read_for_several_at_once_is_cached_for_all_but_the_first(
+    model_dirs: tuple[str, str],
+) -> None:
+    with serving(real_backend(model_dirs[0])) as client, ThreadPoolExecutor(4) as pool:
+        client.post("/pause_generation", json={"mode": "in_place"})
+        asked = [pool.submit(generate, client, ids, max_new_tokens=1) for ids in ([4, 5, 6, 7],) * 3 + ([4, 5],)]
+        wait_for(lambda: client.get("/get_load").json()[0]["num_waiting_reqs"] == 4)
+        client.post("/continue_generation")
+        *same, other = (item.result()["meta_info"]["cached_tokens"] for item in asked)
+        assert (sorted(same), other) == ([0, 3, 3], 0)
+
+
 def test_an_update_without_a_pause_waits_for_running_requests_and_never_mixes(model_dirs: tuple[str, str]) -> None:
     with serving(real_backend(model_dirs[0])) as client, ThreadPoolExecutor(8) as pool:
         old = client.get("/get_model_info").json()["weight_version"]

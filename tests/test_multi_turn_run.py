@@ -169,7 +169,7 @@ def test_a_real_engine_converses_and_the_trainer_sees_the_tokens_that_it_saw(
     folder = trained("taught", tmp_path, chosen, steps=1)
     assert {(row["turns"], row["response"], row["reward"]) for row in samples(folder, "filter")} == {(2, "3", 1.0)}
     metrics = manifest.load(folder, 0).metrics
-    assert metrics["rollout/retokenized"] == 0 and metrics["train/rollout_logprob_abs_diff"] < 1e-3
+    assert metrics["rollout/retokenized"] == 0 and metrics["mismatch/logprob_abs_diff"] < 1e-3
     assert verify(folder).faults == []
 
 

@@ -16,7 +16,7 @@ from milepost.flows.what_if import changed, what_if
 from milepost.storage.parameters import Parameters
 from milepost.storage.runs import RunFolder
 
-from .test_train_fake import parameters, trained
+from .stored_run import doubled_reward, stored_run
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,8 @@ def test_steps_that_are_not_finished_are_refused(text: str) -> None:
 def folder(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, prefect_server: str, ray_cluster: None
 ) -> Iterator[RunFolder]:
-    """Four steps of fake engines, scored by a file that a test may change."""
-    base = tmp_path_factory.mktemp("replay")
-    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(40)]
-    (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (base / "own_reward.py").write_text(REWARD.format(factor=1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(base))
-        chosen = parameters(
-            model_dir, str(base / "prompts.jsonl"), "checkpoint.every_steps=2", "reward.name=own_reward:length"
-        )
-        yield trained("stored", base / "runs", chosen, steps=4)
-
-
-REWARD = """
-def length(sample):
-    return {factor} * float(len(sample.response) % 3)
-"""
+    with stored_run(tmp_path_factory.mktemp("replay"), model_dir, steps=4) as run:
+        yield run
 
 
 def replayed(folder: RunFolder, **options: Any) -> dict[str, Any]:
@@ -77,12 +62,8 @@ def test_an_unchanged_run_is_identical_down_to_the_weights_and_is_not_touched(fo
 
 @pytest.mark.slow
 def test_a_reward_that_answers_otherwise_is_found_with_row_column_and_both_values(folder: RunFolder) -> None:
-    code = Path(folder.uri).parent.parent / "own_reward.py"
-    code.write_text(REWARD.format(factor=2))
-    try:
+    with doubled_reward(Path(folder.uri).parent):
         found = replayed(folder, steps="3")
-    finally:
-        code.write_text(REWARD.format(factor=1))
     assert found["verdict"] == "different"
     differences = stages(found)
     assert re.match(r"score-r0-s000 of step 3: row \d+, column reward: stored [12].0, now [24].0", differences["score"])
@@ -139,4 +120,4 @@ def test_a_filter_that_drops_groups_is_carried_on_to_the_optimizer(folder: RunFo
 )
 def test_a_change_that_stored_samples_cannot_answer_is_refused(override: str, problem: str) -> None:
     with pytest.raises((ValueError, LookupError), match=problem):
-        changed(Parameters(), [override])
+        changed(Parameters(), [override], steps=1)

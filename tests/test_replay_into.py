@@ -1,7 +1,6 @@
 """Replays that are kept: a run of its own, on fake engines, from any stage of another run."""
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +18,10 @@ from milepost.storage.ancestry import Ancestry
 from milepost.storage.runs import RunExists, RunFolder
 from milepost.storage.verify import verify
 
-from .test_train_fake import parameters, trained
+from .stored_run import doubled_reward, stored_run
 
 pytestmark = pytest.mark.slow
 
-REWARD = """
-def length(sample):
-    return {factor} * float(len(sample.response) % 3)
-"""
 FILTER = """
 from pathlib import Path
 from milepost.tasks.filters import Keep
@@ -43,14 +38,8 @@ def root(
 ) -> Iterator[Path]:
     """A root with the run `stored` of three steps."""
     place = tmp_path_factory.mktemp("kept")
-    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(40)]
-    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "kept_reward.py").write_text(REWARD.format(factor=1))
     (place / "kept_filter.py").write_text(FILTER)
-    own = ["checkpoint.every_steps=2", "reward.name=kept_reward:length", "filter.group=kept_filter:picky"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(place))
-        trained("stored", place, parameters(model_dir, str(place / "prompts.jsonl"), *own), steps=3)
+    with stored_run(place, model_dir, "filter.group=kept_filter:picky", steps=3):
         yield place
 
 
@@ -104,12 +93,8 @@ def test_a_kept_replay_descends_from_the_weights_that_it_began_with(
 
 
 def test_a_reward_that_answers_otherwise_makes_the_kept_run_different(root: Path) -> None:
-    code = root / "kept_reward.py"
-    code.write_text(REWARD.format(factor=2))
-    try:
+    with doubled_reward(root):
         found, folder = kept(root, "regraded", steps="0:1")
-    finally:
-        code.write_text(REWARD.format(factor=1))
     assert found["verdict"] == "different" and verify(folder).faults == []
     assert max(column(folder, "select reward from rollouts")) == 4.0
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import reasoning_gym
 
 from milepost.tasks.reward_choice import single
 from milepost.tasks.rewards import check_reward, grade, grader_id
@@ -99,54 +98,10 @@ def test_grading_works_in_a_script_without_a_main_guard(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("1.0\n", "")
 
 
-@pytest.mark.parametrize(
-    ("response", "label", "options", "score"),
-    [
-        (" yes\n", "yes", {}, 1.0),
-        ("Yes", "yes", {}, 0.0),
-        ("Yes", "yes", {"ignore_case": True}, 1.0),
-        ("5", 5, {}, 1.0),
-        ("b", ["a", "b"], {}, 1.0),
-        ("", "", {}, 1.0),
-    ],
-)
-def test_exact_compares_text(response: str, label: object, options: dict[str, object], score: float) -> None:
-    assert grade("exact", response, label, **options).score == score
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "options", "score"),
-    [
-        ("ab12", r"[a-z]+\d+", {}, 1.0),
-        ("ab12 ", r"[a-z]+", {}, 0.0),
-        ("ab12", r"\d+", {"search": True}, 1.0),
-        ("AB", "unused", {"pattern": "ab", "ignore_case": True}, 1.0),
-    ],
-)
-def test_regex_matches_all_or_searches(response: str, label: str, options: dict[str, object], score: float) -> None:
-    assert grade("regex", response, label, **options).score == score
-
-
 def test_a_pattern_that_backtracks_for_ever_times_out() -> None:
     assert grade("regex", "a" * 40 + "b", "(a+)+c", timeout_seconds=0.5).reason == "timeout"
-    assert "error: " in grade("regex", "a", "(").reason
+    assert "the pattern is '(': it is no regular expression" in grade("regex", "a", "(").reason
     assert "the pattern is None" in grade("regex", "a", None).reason
-
-
-@pytest.mark.parametrize("task", ["chain_sum", "word_sorting", "countdown", "propositional_logic"])
-def test_reasoning_gym_tasks_judge_their_own_answers(task: str) -> None:
-    entry = next(iter(reasoning_gym.create_dataset(task, size=1, seed=3)))
-    oracle = entry["answer"] or entry["metadata"]["example_answer"]
-    for response in (f"<answer>{oracle}</answer>", f"<think>hm</think>\nso\n{oracle}\n"):
-        verdict = grade("reasoning_gym", response, None, metadata={"dataset": task, "entry": entry})
-        assert verdict.score == 1.0
-    assert grade("reasoning_gym", "<answer>no</answer>", None, metadata=entry).score < 1.0  # type: ignore[operator]
-
-
-def test_a_reasoning_gym_sample_without_its_entry_cannot_be_scored() -> None:
-    assert "add it as 'entry'" in grade("reasoning_gym", "5", None).reason
-    entry = {"answer": "5", "metadata": {"source_dataset": "chain_sums"}}
-    assert "did you mean 'chain_sum'" in grade("reasoning_gym", "5", None, metadata=entry).reason
 
 
 def test_text_that_is_not_unicode_is_graded_like_any_other() -> None:
@@ -180,5 +135,7 @@ def test_a_plan_refuses_what_no_sample_could_use() -> None:
         check_reward("math", {"boxed_onyl": True})
     with pytest.raises(ValueError, match="has no option 'patern', did you mean 'pattern'"):
         grade("regex", "", "", patern="a")
+    with pytest.raises(ValueError, match=r"'length_penalty' lacks a value for \['buffer_tokens'\]"):
+        check_reward("length_penalty", {"max_tokens": 8})
     with pytest.raises(ValueError, match="not a sample and"):
         check_reward("platform:node", {})

@@ -128,7 +128,7 @@ def test_a_label_that_is_no_text_is_refused_by_exact(label: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "problem"), [(None, "set the option 'pattern'"), ("(", "no regular expression"), (5, "")]
+    ("label", "problem"), [(None, "set the option 'pattern'"), ("(", "it is no regular expression"), (5, "")]
 )
 def test_a_label_that_is_no_pattern_is_refused_by_regex(label: Any, problem: str) -> None:
     assert problem in label_problem("regex", label, {})
@@ -154,3 +154,12 @@ def test_a_reasoning_gym_task_judges_its_own_answers(task: str, form: str, right
     oracle = entry(task)["answer"] or entry(task)["metadata"]["example_answer"]
     said = verdict("reasoning_gym", form.format(oracle), None, {"dataset": task, "entry": entry(task)})
     assert said.score is not None and (said.score == 1.0) == right
+
+
+def test_the_entry_of_a_reasoning_gym_sample_is_in_its_metadata_or_is_its_metadata() -> None:
+    (right, wrong) = (verdict("reasoning_gym", text, None, entry("gcd")) for text in (entry("gcd")["answer"], "no"))
+    assert right.score == 1.0 and wrong.score is not None and wrong.score < 1.0
+    with pytest.raises(ValueError, match="add it as 'entry'"):
+        verdict("reasoning_gym", "5", None)
+    with pytest.raises((ValueError, LookupError), match="did you mean 'chain_sum'"):
+        verdict("reasoning_gym", "5", None, {"answer": "5", "metadata": {"source_dataset": "chain_sums"}})

@@ -15,12 +15,15 @@ from pathlib import Path
 import psutil
 
 from milepost.storage import files, manifest, runs
+from milepost.storage.accounting import epoch_accounting
 from milepost.storage.journal import StepStore
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table
+from milepost.storage.verify import verify
 
 MILEPOST = str(Path(sys.executable).parent / "milepost")
 RUN = "chaos"
+GROUPS = 4
 POLL_SECONDS = 0.005
 DEADLINE_SECONDS = 600.0
 
@@ -213,12 +216,24 @@ def compare(calm: Case, disturbed: Case, *, real: bool = False) -> list[str]:
     return differences + (["prompts"] if served(calm) != served(disturbed) else [])
 
 
+def faults(case: Case) -> list[str]:
+    """What is wrong with a run by itself: over-sampled ones depend on time, so there is no other to compare it with."""
+    found = [fault.problem for fault in verify(case.folder).faults]
+    for step in manifest.finished_steps(case.folder):
+        trained = manifest.load(case.folder, step).accounting.get("trained", 0)
+        found += [f"step {step} trained {trained} groups"] if trained != GROUPS else []
+    for epoch, counts in epoch_accounting(case.folder).items():
+        prompts, classes = counts["prompts"], sum(count for name, count in counts.items() if name != "prompts")
+        found += [f"epoch {epoch} has {prompts} prompts and {classes} ends"] if classes != prompts else []
+    return found
+
+
 def settings_of(model_dir: str, prompts: str, *more: str) -> list[str]:
     return [
         f"model.path={json.dumps(model_dir)}",
         f"data.path={json.dumps(prompts)}",
         "data.apply_chat_template=false",
-        "data.rollout_batch_size=4",
+        f"data.rollout_batch_size={GROUPS}",
         "data.n_samples_per_prompt=4",
         "algorithm.num_steps_per_rollout=2",
         "model.context_length=32",

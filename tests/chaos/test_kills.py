@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness import Case, compare, finish, kill_flow_after, kill_victim, settings_of
+from milepost.storage import manifest
+from tests.chaos.harness import Case, compare, faults, finish, kill_flow_after, kill_victim, settings_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 
 FAKE = ["engines.train=fake", "engines.rollout=fake", "checkpoint.every_steps=2"]
 BOUNDARIES = ["0/generate-r0-s001", "1/score-r0-s000", "2/optimize-r0"]  # all of them in `make chaos`
+# Two requests at a time: when enough groups are kept, others have not begun.
+OVER = ["rollout.over_sampling_batch_size=6", "rollout.partial=true", "rollout.concurrency=2"]
 
 
 def begun(root: Path, settings: list[str], *, steps: int) -> Case:
@@ -31,12 +34,18 @@ def fake(tmp_path_factory: pytest.TempPathFactory, model_dir: str, prefect_serve
     return case
 
 
-def test_the_flow_may_be_killed_between_its_stages(tmp_path: Path, fake: Case) -> None:
-    disturbed = begun(tmp_path / "run", fake.settings, steps=fake.steps)
-    for boundary in BOUNDARIES:
+@pytest.mark.parametrize(
+    ("more", "boundaries", "steps"), [([], BOUNDARIES, 8), (OVER, ["1/generate-r0-s001"], 4)], ids=["all", "over"]
+)
+def test_the_flow_may_be_killed_between_its_stages(
+    tmp_path: Path, fake: Case, more: list[str], boundaries: list[str], steps: int
+) -> None:
+    disturbed = begun(tmp_path / "run", [*fake.settings, *more], steps=steps)
+    for boundary in boundaries:
         assert kill_flow_after(disturbed, boundary), boundary
     finish(disturbed)
-    assert compare(fake, disturbed) == []
+    assert (faults(disturbed) if more else compare(fake, disturbed)) == []
+    assert ("interrupted" in manifest.load(disturbed.folder, 1).accounting) == bool(more)
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank", "router", "grader"])

@@ -2,7 +2,6 @@
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from milepost.engines.digest import weights_digest
 from milepost.engines.protocols import PushReport, WeightVersion
 from milepost.engines.rollout_actor import RolloutActor
-from milepost.engines.rollout_start import start_rollout
 from milepost.engines.weight_carriers import open_carrier
 from milepost.engines.weight_exports import Exports
 from milepost.engines.weight_push import push_tensors
-from milepost.storage.parameters import EnginesSection, ModelSection, Parameters, SyncSection
+from milepost.storage.parameters import SyncSection
 from milepost.tasks.sync import load_into
 
 pytestmark = pytest.mark.slow
@@ -27,15 +25,14 @@ TOLERANCE = 1e-4
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def engine(ray_cluster: None, model_dir: str, sglang_python: str) -> Iterator[RolloutActor]:
-    engines = EnginesSection(
-        rollout="sglang", sglang_python=sglang_python, sglang={"max_total_tokens": 4096}, rollout_threads=1
-    )
-    parameters = Parameters(engines=engines, model=ModelSection(context_length=512))
-    actor = start_rollout("transports", 0, parameters, model_dir)
-    yield actor
-    actor.close()
+@pytest.fixture
+def engine(sglang_server: RolloutActor) -> RolloutActor:
+    return sglang_server
+
+
+@pytest.fixture
+def model_dir(wordy_model: str) -> str:
+    return wordy_model
 
 
 def changed(model_dir: str, seed: int) -> Tensors:
