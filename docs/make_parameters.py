@@ -1,4 +1,4 @@
-"""Writes parameters.md from the sections in storage/parameters.py: `python docs/make_parameters.py`."""
+"""Writes parameters.md from the sections of `Parameters`: `python docs/make_parameters.py`."""
 
 import json
 from collections.abc import Iterator

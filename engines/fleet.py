@@ -60,12 +60,7 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
-def world_size(parameters: Parameters) -> int:
-    model = parameters.model
-    return model.tensor_parallel * model.pipeline_parallel * model.data_parallel
-
-
-def create_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainActors:
+def create_trainer(run: str, parameters: Parameters, model_dir: str, reference_dir: str = "") -> TrainActors:
     setup = TrainSetup(
         model_dir=model_dir,
         model=parameters.model,
@@ -73,6 +68,7 @@ def create_trainer(run: str, parameters: Parameters, model_dir: str) -> TrainAct
         perf=parameters.perf,
         temperature=parameters.rollout.temperature,
         seed=parameters.data.seed,
+        reference_dir=reference_dir,
     )
     shares = rank_shares(run, parameters)
     return create_train_engine(
@@ -98,7 +94,11 @@ def _serve_all(engines: list[RolloutActor], spare: list[RolloutActor], parameter
 
 def _start_router(name: str, engines: list[RolloutActor], parameters: Parameters) -> RunningApp:
     workers = [engine.url() for engine in engines]
-    kwargs = {"workers": workers, "request_timeout_seconds": parameters.rollout.timeout_seconds}
+    kwargs = {
+        "workers": workers,
+        "policy": parameters.engines.router_policy,
+        "request_timeout_seconds": parameters.rollout.timeout_seconds,
+    }
     return start_app(name, ROUTER_FACTORY, kwargs)
 
 
@@ -116,19 +116,21 @@ def fleet(
     parameters: Parameters,
     model_dir: str,
     *,
+    reference_dir: str = "",
     course: Course = WHOLE,
     engine_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Fleet]:
     """Start every process that the stages of `run` need, and end them all on the way out, whatever happened.
 
     All processes come first and models after them, because importing takes as long as loading a small model.
-    `engine_options` are further arguments of the rollout engine's class.
+    `reference_dir` is the model of the reference policy if it is another, `engine_options` are further arguments of the
+    rollout engine's class.
     """
     with ExitStack() as stack:
         stack.enter_context(reserved(run, parameters))
         started: list[Closing] = []
         stack.callback(_close_all, started)
-        trainer = create_trainer(run, parameters, model_dir) if course.trains else None
+        trainer = create_trainer(run, parameters, model_dir, reference_dir) if course.trains else None
         if trainer:
             started.append(trainer)
         serving: list[RolloutActor] = []
@@ -173,7 +175,7 @@ def connect_fleet(run: str, parameters: Parameters, course: Course = WHOLE) -> F
     How long the trainer may take is for the caller to say: a stage has a deadline.
     """
     timeout, count = parameters.sync.timeout_seconds, _engine_count(parameters, course)
-    trainer = connect_train_engine(run, world_size(parameters), timeout_seconds=math.inf) if course.trains else None
+    trainer = connect_train_engine(run, parameters.model.ranks, timeout_seconds=math.inf) if course.trains else None
     engines = [connect_rollout_engine(run, index, timeout_seconds=timeout) for index in range(count)]
     url = cluster.wait(cluster.actor(_router_name(run)).url.remote(), timeout, what="the router") if engines else ""
     return Fleet(trainer, engines, url)
@@ -181,7 +183,7 @@ def connect_fleet(run: str, parameters: Parameters, course: Course = WHOLE) -> F
 
 def stacks(run: str, parameters: Parameters) -> dict[str, str]:
     """What every thread of every engine of `run` is doing now, by the engine's name; and of this process."""
-    ranks = [rank_name(run, rank) for rank in range(world_size(parameters))]
+    ranks = [rank_name(run, rank) for rank in range(parameters.model.ranks)]
     count = parameters.engines.rollout_engines + has_spare(parameters)
     engines = [engine_name(run, index) for index in range(count)]
     return cluster.stacks_of([*ranks, *engines, _router_name(run)]) | {"this process": cluster.stacks_here()}

@@ -20,11 +20,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from milepost.engines.hf_export import publish_folder
 from milepost.engines.megatron_model import parts, step_count, torch_adams
+from milepost.engines.megatron_reference import ReferenceWeights
 from milepost.engines.protocols import UpdateResult
 from milepost.storage import checkpoints, files
 from milepost.storage.checkpoints import DamagedCheckpoint as DamagedCheckpoint
 
-_INDEX = "milepost.json"
+_INDEX, _REFERENCE = "milepost.json", "reference"
 _ANY_LAYOUT, _SAME_SPLIT = "fully_reshardable", "dp_reshardable"  # Megatron's formats of optimizer state
 
 
@@ -32,12 +33,14 @@ _ANY_LAYOUT, _SAME_SPLIT = "fully_reshardable", "dp_reshardable"  # Megatron's f
 class Progress:
     """How far the trainer is: optimizer steps that were applied, and the result of the last batch.
 
-    `reference` is the digest of the weights that training began from, once known.
+    `reference` is the digest of the weights that the reference policy began with, once known, and `renewed` the name of
+    those that it has since, if others.
     """
 
     optimizer_steps: int = 0
     last: UpdateResult | None = None
     reference: str = ""
+    renewed: str = ""
 
 
 def _optimizer_format(optimizer: Any) -> str:
@@ -83,9 +86,17 @@ def _state(model: torch.nn.Module, optimizer: Any, *, loading: bool, streams: bo
     return state
 
 
-def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: Progress) -> None:
+def _weights(model: torch.nn.Module, form: str) -> dict[str, Any]:
+    """Megatron's description of who holds which part of the weights alone."""
+    return {"model": model.sharded_state_dict(metadata=_metadata(form))}
+
+
+def save_state(
+    folder: Path, model: torch.nn.Module, optimizer: Any, progress: Progress, reference: ReferenceWeights
+) -> None:
     """Write `folder` (replacing one that is there). Runs on all ranks, which share the file system.
 
+    The weights of a reference that was renewed are a checkpoint of their own inside; else its folder has them.
     The format for any layout costs memory: Megatron gathers the whole optimizer state on every rank, also on a single
     one. Its cheaper format loads only at the same tensor and pipeline split, which a checkpoint must outlive.
     """
@@ -96,6 +107,10 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
     try:
         form = _optimizer_format(optimizer)
         dist_checkpointing.save(_state(model, optimizer, loading=False, streams=True, form=form), str(temporary))
+        if progress.renewed:
+            (temporary / _REFERENCE).mkdir(exist_ok=True)
+            with reference.in_place():
+                dist_checkpointing.save(_weights(model, form), str(temporary / _REFERENCE))
         dist.barrier()
         if dist.get_rank() == 0:
             index = {**asdict(progress), "layout": layout(), "optimizer_format": form}
@@ -107,21 +122,27 @@ def save_state(folder: Path, model: torch.nn.Module, optimizer: Any, progress: P
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def load_state(folder: Path, model: torch.nn.Module, optimizer: Any) -> Progress:
-    """Put the state in `folder` into `model` and `optimizer`, whatever layout saved it. Runs on all ranks."""
+def load_state(folder: Path, model: torch.nn.Module, optimizer: Any, reference: ReferenceWeights) -> Progress:
+    """Put the state in `folder` into `model`, `optimizer` and `reference`, whatever layout saved it, on all ranks."""
     _require_complete(folder)
     index = _read_index(folder)
-    form, saved, own = index["optimizer_format"], index["layout"], layout()
+    form, own = index["optimizer_format"], layout()
+    saved = {"context_parallel": 1, **index["layout"]}  # those of before it was known have none
     if form == _SAME_SPLIT and any(saved[kind] != own[kind] for kind in ("tensor_parallel", "pipeline_parallel")):
         split = f"tensor_parallel {saved['tensor_parallel']}, pipeline_parallel {saved['pipeline_parallel']}"
         raise ValueError(f"checkpoint {str(folder)!r} loads only with {split}")
     loaded = _load_parts(folder, _state(model, optimizer, loading=True, streams=saved == own, form=form))
+    if index.get("renewed"):
+        model.load_state_dict(_load_parts(folder / _REFERENCE, _weights(model, form))["model"])
+        reference.take()
+    else:
+        reference.forget()
     model.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, loaded["optimizer"], index["optimizer_steps"])
     if "streams" in loaded:
         _set_streams(loaded["streams"])
     last = UpdateResult(**index["last"]) if index["last"] else None
-    return Progress(index["optimizer_steps"], last, index["reference"])
+    return Progress(index["optimizer_steps"], last, index["reference"], index.get("renewed", ""))
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -137,18 +158,18 @@ def _read_index(folder: Path) -> dict[str, Any]:
 def _load_parts(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Read all that `wanted` describes. What was not saved is an error: nothing keeps the value it was built with."""
     lacking: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lacking, _unsaved(folder, wanted))
+    dist.all_gather_object(lacking, unsaved(folder, wanted))
     names = sorted(set().union(*lacking))
     if names:
         raise _incomplete(folder, ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
     loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    groups = {"optimizer", "param_state_sharding_type"} - loaded["optimizer"].keys()
+    groups = {"optimizer", "param_state_sharding_type"} - loaded["optimizer"].keys() if "optimizer" in wanted else set()
     if groups:
         raise _incomplete(folder, f"the optimizer's {min(groups)}")
     return loaded
 
 
-def _unsaved(folder: Path, wanted: dict[str, Any]) -> set[str]:
+def unsaved(folder: Path, wanted: dict[str, Any]) -> set[str]:
     """What this rank wants and the checkpoint does not hold; random streams are told apart by rank."""
     held = load_sharded_metadata(str(folder)).values()
     sought = [part for part in nested_values(load_preprocess(wanted)[0]) if isinstance(part, ShardedBase)]
@@ -189,6 +210,7 @@ def layout() -> dict[str, int]:
     return {
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel": parallel_state.get_context_parallel_world_size(),
         "data_parallel": parallel_state.get_data_parallel_world_size(),
     }
 

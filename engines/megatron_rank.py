@@ -15,12 +15,15 @@ from megatron.core import parallel_state
 
 from milepost.engines import megatron_batch, megatron_checkpoint, megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
+from milepost.engines.flops import peak_flops, sample_cost, throughput
 from milepost.engines.hf_export import local_path
 from milepost.engines.hf_folder import HfFolder
 from milepost.engines.losses import get_loss
+from milepost.engines.megatron_batch import MicroBatch, micro_batch
 from milepost.engines.megatron_memory import Parked, kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import build_model, build_optimizer, compiles, device, set_rates, wrap_model
 from milepost.engines.megatron_outgoing import OutgoingWeights
+from milepost.engines.megatron_reference import ReferenceWeights
 from milepost.engines.megatron_step import Passes, denominators
 from milepost.engines.megatron_weights import load_weights
 from milepost.engines.model_layout import check_layout, read_shape
@@ -37,6 +40,7 @@ from milepost.engines.protocols import (
 from milepost.engines.schedule import learning_rate
 from milepost.engines.weight_exports import Exports
 from milepost.storage import files
+from milepost.storage.micro_batches import MicroBatches, micro_batches, packing_rules
 from milepost.storage.parameters import SyncSection
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.tables import TableRef, read_table, with_columns, write_table
@@ -50,6 +54,7 @@ class MegatronRank:
 
     def __init__(self, rank: int, world: int, setup: "TrainSetup") -> None:
         self._rank, self._world, self._setup = rank, world, setup
+        self._reference_dir = setup.reference_dir or setup.model_dir
         self._threads = megatron_world.thread_count(setup.perf.train_threads, world)
         self._tracker = CpuRngTracker()
         self._store: Any = None
@@ -84,6 +89,8 @@ class MegatronRank:
         hf_config = files.read_json(files.join(self._setup.model_dir, "config.json"))
         check_layout(hf_config, self._setup.model)
         self._shape = read_shape(hf_config)
+        self._packing = packing_rules(self._setup.model, self._setup.perf)
+        self._cost = sample_cost(self._shape, self._packing.balance)
         megatron_world.keep_to_loopback(address)
         if self._store is None:
             self._store = megatron_world.find_store(address, port, self._world)
@@ -92,6 +99,7 @@ class MegatronRank:
             megatron_world.seed_streams(self._setup.seed)
             self._gpt = build_model(self._shape, self._setup.model, self._setup.perf)
             load_weights(self._gpt, self._shape, HfFolder(self._setup.model_dir))
+            self._reference = ReferenceWeights(self._gpt, self._shape, self._reference_dir)
             self._model = wrap_model(self._gpt)
             self._optimizer = build_optimizer(self._model, self._setup.optimizer, self._setup.perf)
             compiled = compiles(self._setup.perf)
@@ -117,63 +125,74 @@ class MegatronRank:
         megatron_world.leave_world()
         self._store = None
 
-    def _micro_batches(self, samples: list[megatron_batch.Sample], names: list[str]) -> list[megatron_batch.MicroBatch]:
-        own = megatron_batch.split(
-            samples,
-            self._setup.perf.max_tokens_per_micro_batch,
-            rank=parallel_state.get_data_parallel_rank(),
-            ranks=parallel_state.get_data_parallel_world_size(),
-            packing=self._setup.perf.packing,
-        )
-        packing = self._setup.perf.packing
-        return [megatron_batch.micro_batch(part, names, device(), packing=packing) for part in own]
+    def _cut(self, samples: list[megatron_batch.Sample], names: list[str], rows: MicroBatches) -> list[MicroBatch]:
+        """This rank's micro-batches, with the columns `names`."""
+        known = {sample.row: sample for sample in samples}
+        packing, ranks = rows.rules.packing, megatron_world.row_split(self._setup.model)
+        return [
+            micro_batch([known[row] for row in part], names, device(), packing=packing, ranks=ranks)
+            for part in rows.rows[parallel_state.get_data_parallel_rank()]
+        ]
 
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef | None:
         """See TrainEngine; None on all ranks but rank 0."""
         table = read_table(batch)
+        samples = megatron_batch.read_samples(table, self._shape.vocab)
+        rows = micro_batches({sample.row: sample.tokens for sample in samples}, self._packing, self._cost)
         with self._working(), self._weights_of(role):
-            found = self._passes.logprobs(
-                self._micro_batches(megatron_batch.read_samples(table, self._shape.vocab), [])
-            )
+            found = self._passes.logprobs(self._cut(samples, [], rows))
         if self._rank != 0:
             return None
         column = "old_logprobs" if role == "policy" else "ref_logprobs"
         values: list[object] = [found[row] if row in found else [] for row in range(table.num_rows)]
         return write_table(uri, with_columns(table, {column: values}), ROLLOUTS)
 
-    @contextlib.contextmanager
-    def _weights_of(self, role: Role) -> Any:
-        """The model as it was loaded inside this block (reference), or as it is (policy)."""
-        if role == "policy" or not self._progress.optimizer_steps:
-            yield
+    def _weights_of(self, role: Role, *, keep: bool = True) -> contextlib.AbstractContextManager[None]:
+        """A block in which the model has the weights of that role."""
+        if role == "policy" or self._is_reference:
+            return contextlib.nullcontext()
+        return self._reference.in_place(keep=keep)
+
+    @property
+    def _is_reference(self) -> bool:
+        """Whether the model is the reference because nothing else was loaded or trained since."""
+        return not (self._progress.optimizer_steps or self._progress.renewed or self._setup.reference_dir)
+
+    def renew_reference(self, name: str) -> None:
+        """See TrainEngine."""
+        if self._progress.renewed == name:
             return
-        trained = [parameter.detach().clone() for parameter in self._gpt.parameters()]
-        try:
-            load_weights(self._gpt, self._shape, HfFolder(self._setup.model_dir))
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, values in zip(self._gpt.parameters(), trained, strict=True):
-                    parameter.copy_(values)
+        with self._working():
+            self._began_with()  # while that can still be told
+            self._reference.take()
+        self._progress = replace(self._progress, renewed=name)
 
     def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
-        """See TrainEngine. The weights change only when the loss and the gradient are finite."""
+        """See TrainEngine. The weights change only when there is a loss, and it and the gradient are finite."""
         if key in self._results:
             return self._results[key]
         loss, started = get_loss(update.loss), time.monotonic()
         samples = megatron_batch.trained_samples(read_table(batch), self._shape.vocab)
         if not samples:
-            raise ValueError(f"batch {batch.uri} has no token to train: every sample is dropped, empty or masked")
+            return self._record(key, False, {"samples": 0.0})
+        lengths = {sample.row: sample.tokens for sample in samples}
+        rows = micro_batches(lengths, self._packing, self._cost)
         rate = learning_rate(self._progress.optimizer_steps, self._setup.optimizer)
         with self._working():
-            batches = self._micro_batches(samples, megatron_batch.loss_columns(samples))
+            batches = self._cut(samples, megatron_batch.loss_columns(samples), rows)
             self._model.zero_grad_buffer()
             self._optimizer.zero_grad()
             metrics = self._passes.gradients(batches, loss, update.params, denominators(samples))
             norm = self._apply(metrics["loss"], rate)
         applied = math.isfinite(norm) and math.isfinite(metrics["loss"])
-        metrics |= {"grad_norm": norm, "lr": rate, **_throughput(samples, time.monotonic() - started)}
-        return self._record(key, applied, metrics)
+        metrics |= {"grad_norm": norm, "lr": rate, **self._speed(samples, time.monotonic() - started)}
+        return self._record(key, applied, metrics | rows.metrics(lengths), rows.to_json())
+
+    def _speed(self, samples: list[megatron_batch.Sample], seconds: float) -> dict[str, float]:
+        peak = None
+        if torch.cuda.is_available():
+            peak = peak_flops(torch.cuda.get_device_name(), self._setup.perf.dtype)
+        return throughput(self._shape, [sample.tokens for sample in samples], seconds, ranks=self._world, peak=peak)
 
     def _apply(self, loss: float, rate: float) -> float:
         """Take the optimizer step if loss and gradient are finite; the norm of the gradient before clipping."""
@@ -184,11 +203,13 @@ class MegatronRank:
             self._optimizer.step()
         return norm
 
-    def _record(self, key: str, applied: bool, metrics: dict[str, float]) -> UpdateResult:
+    def _record(
+        self, key: str, applied: bool, metrics: dict[str, float], rows: dict[str, Any] | None = None
+    ) -> UpdateResult:
         steps = self._progress.optimizer_steps + applied
-        result = UpdateResult(key, applied, steps, metrics)
+        result = UpdateResult(key, applied, steps, metrics, rows)
         self._results[key] = result
-        self._progress = megatron_checkpoint.Progress(steps, result)
+        self._progress = replace(self._progress, optimizer_steps=steps, last=result)
         self._version = None if applied else self._version
         return result
 
@@ -223,13 +244,13 @@ class MegatronRank:
     def _named(self, version: WeightVersion) -> None:
         """Take `version` as the name of the weights as they are."""
         self._version = version
-        if not self._progress.optimizer_steps:
+        if self._is_reference:
             self._reference_digest = version.digest
 
-    def _reference(self) -> str:
-        """Digest of the weights as they were loaded, which the reference role answers from."""
+    def _began_with(self) -> str:
+        """Digest of the weights that the reference role answers from until it is renewed."""
         if not self._reference_digest:
-            with self._weights_of("reference"):
+            with self._weights_of("reference", keep=False):
                 self._reference_digest = self._outgoing.digest()
         return self._reference_digest
 
@@ -243,16 +264,18 @@ class MegatronRank:
         folder, last = local_path(uri), self._progress.last
         with self._working():
             version = self._current_version()
-            progress = replace(self._progress, reference=self._reference())
-            megatron_checkpoint.save_state(folder, self._gpt, self._optimizer, progress)
+            progress = replace(self._progress, reference=self._began_with())
+            megatron_checkpoint.save_state(folder, self._gpt, self._optimizer, progress, self._reference)
             layout = megatron_checkpoint.layout()
         return CheckpointRef(uri, version, last.key if last else "", layout)
 
     def restore(self, ref: CheckpointRef) -> None:
         """Go back to a checkpoint; batches applied after it count as not applied."""
         with self._working():
-            reference = self._reference()
-            self._progress = megatron_checkpoint.load_state(local_path(ref.uri), self._gpt, self._optimizer)
+            reference = self._began_with()
+            self._progress = megatron_checkpoint.load_state(
+                local_path(ref.uri), self._gpt, self._optimizer, self._reference
+            )
             self._version = None
             found = self._current_version().digest
         last = self._progress.last
@@ -262,18 +285,9 @@ class MegatronRank:
                 f"checkpoint {ref.uri} holds weights {found[:16]}, not {ref.version.digest[:16]}: it is another one"
             )
         if reference != self._progress.reference:
+            key = "reference.path" if self._setup.reference_dir else "model.path"
             raise ValueError(
-                f"checkpoint {ref.uri} was trained from weights {self._progress.reference[:16]}, "
-                f"{self._setup.model_dir!r} holds {reference[:16]}: give model.path the model it was trained from"
+                f"checkpoint {ref.uri} has the reference weights {self._progress.reference[:16]}, "
+                f"{self._reference_dir!r} holds {reference[:16]}: give {key} the model it was trained with"
             )
         self._version = ref.version
-
-
-def _throughput(samples: list[megatron_batch.Sample], seconds: float) -> dict[str, float]:
-    tokens = sum(sample.tokens for sample in samples)
-    return {
-        "samples": float(len(samples)),
-        "tokens": float(tokens),
-        "seconds": seconds,
-        "tokens_per_second": tokens / max(seconds, 1e-9),
-    }

@@ -75,12 +75,22 @@ class UpdateParams:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What a step did. `applied` is false when loss or gradient were not finite and the weights did not change."""
+    """What a step did. `applied` is false when the weights did not change.
+
+    They do not when loss or gradient were not finite, or when the batch `is_empty`. `micro_batches` is how it was cut,
+    as storage/micro_batches.py writes it; None where nothing was, or a trainer does not say.
+    """
 
     key: str
     applied: bool
     optimizer_step: int
     metrics: dict[str, float]
+    micro_batches: dict[str, Any] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sample of the batch had a token to train."""
+        return self.metrics.get("samples") == 0
 
 
 class Generate(Protocol):
@@ -128,7 +138,15 @@ class TrainEngine(WeightHolder, Protocol):
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
         """The batch with `old_logprobs` (policy) or `ref_logprobs` (reference) filled, written under `uri`.
 
-        Log-probabilities are taken at the temperature the engine was built with, the one samples are drawn at.
+        Log-probabilities are taken at the temperature the engine was built with, the one samples are drawn at. The
+        reference is the model the engine was built with for that, until it is renewed.
+        """
+        ...
+
+    def renew_reference(self, name: str) -> None:
+        """Let the policy, as it is now, be the reference from now on, under `name`, also in what is saved.
+
+        A name that it was renewed under last does nothing.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,21 @@ from jinja2 import TemplateError
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
-from milepost.engines.chat_masks import assistant_spans, marks_assistant, token_mask
+from milepost.engines.chat_masks import Messages, Rendered, answers_of, marks_assistant, rendered, token_mask
 from milepost.engines.tool_turns import ToolTurns
 from milepost.storage import files
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True)
+class Learnable:
+    """The tokens of a dialogue, 1 for each that the assistant says, and the messages before the first of them."""
+
+    asked: Messages
+    ids: list[int]
+    mask: list[int]
 
 
 class Tokenizer:
@@ -41,6 +51,10 @@ class Tokenizer:
     def digest(self) -> str:
         """Of what every token is: equal where the same ids mean the same text."""
         return files.digest_of(files.canonical_json(self._backend.get_vocab()).encode())
+
+    def differences(self, other: "Tokenizer") -> int:
+        """How many tokens of `other` have another id here, or none."""
+        return len(other._backend.get_vocab().items() - self._backend.get_vocab().items())
 
     def render(self, messages: list[dict[str, Any]] | str, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Prompt ids through the chat template, with the generation prompt; a string is one user message.
@@ -85,25 +99,31 @@ class Tokenizer:
 
         return ToolTurns(render, encode, {id: self.decode([id], skip_special_tokens=False) for id in self.eos_ids})
 
-    def dialogue(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Ids of a whole dialogue, and 1 for each that the assistant says; ValueError when these cannot be told."""
+    def dialogues(self, messages: Messages, tools: Messages | None = None) -> list[Learnable]:
+        """A dialogue as a whole, or its beginning up to each answer; see chat_masks. ValueError if these cannot be."""
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template to render messages with: give prompt and response")
         if not self._backend.is_fast:
             raise ValueError("the tokenizer cannot tell which text a token is of: give a folder with a tokenizer.json")
         try:
-            if marks_assistant(self._backend.get_chat_template()):
-                found = self._backend.apply_chat_template(
-                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-                )
-                return list(found["input_ids"]), list(found["assistant_masks"])
-            spans = assistant_spans(self._render_text, messages)
-            text = self._render_text(messages, False)
-        except TemplateError as error:
+            if tools and not self.shows_tools(tools):
+                raise ValueError("the chat template does not show tools to the model: take them out")
+            if marks_assistant(self._backend.get_chat_template(tools=tools)):
+                return [self._marked(messages, tools)]
+            found = rendered(lambda part, asks: self._render_text(part, asks, tools), messages)
+        except (TemplateError, TypeError) as error:  # the latter from content that the template cannot join
             raise ValueError(f"the chat template refuses it: {error}") from None
-        encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [self._masked(one) for one in found]
+
+    def _marked(self, messages: Messages, tools: Messages | None) -> Learnable:
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._backend.apply_chat_template(messages, tools=tools, **options)
+        return Learnable(messages[: answers_of(messages)[0]], list(found["input_ids"]), list(found["assistant_masks"]))
+
+    def _masked(self, found: Rendered) -> Learnable:
+        encoded = self._backend(found.text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]
-        return ids, token_mask(ids, encoded["offset_mapping"], spans, self.eos_ids)
+        return Learnable(found.asked, ids, token_mask(ids, encoded["offset_mapping"], found.spans, self.eos_ids))
 
     def _render_text(
         self, messages: list[dict[str, Any]], asks: bool, tools: list[dict[str, Any]] | None = None

@@ -32,7 +32,10 @@ CONTROL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """What a trainer is made of. `temperature` is the one samples are drawn at; `seed` is of its random streams."""
+    """What a trainer is made of. `temperature` is the one samples are drawn at; `seed` is of its random streams.
+
+    The reference policy is the model in `reference_dir`, or the one that is trained as it is in `model_dir`.
+    """
 
     model_dir: str
     model: ModelSection
@@ -40,10 +43,11 @@ class TrainSetup:
     perf: PerfSection
     temperature: float
     seed: int
+    reference_dir: str = ""
 
     @property
     def world(self) -> int:
-        return self.model.tensor_parallel * self.model.pipeline_parallel * self.model.data_parallel
+        return self.model.ranks
 
 
 class TrainEngineDied(cluster.EngineDied):
@@ -65,6 +69,9 @@ class TrainActors:
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
         filled: TableRef = self._call("logprobs", batch, role, uri)
         return filled
+
+    def renew_reference(self, name: str) -> None:
+        self._call("renew_reference", name)
 
     def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
         result: UpdateResult = self._call("step", batch, update, key)

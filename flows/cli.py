@@ -12,11 +12,13 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
+from milepost.flows.cli_convert import convert_app
 from milepost.flows.cli_data import data_app
 from milepost.flows.cli_deploy import deploy_app
 from milepost.flows.cli_evaluate import evaluate_app, resume_evaluation
 from milepost.flows.cli_grade import grade_app
 from milepost.flows.cli_options import AsJson, Overrides, Root, RunName, print_done, print_values
+from milepost.flows.cli_router import router_app
 from milepost.flows.cli_sft import sft_app
 from milepost.flows.cli_stored import stored_app
 from milepost.flows.cli_watch import watch_app
@@ -151,9 +153,11 @@ def doctor(root: Root = None, model: Annotated[str | None, typer.Option(help="Mo
 app.add_typer(deploy_app)
 app.add_typer(evaluate_app)
 app.add_typer(sft_app)
+app.add_typer(convert_app)
 app.add_typer(watch_app)
 app.add_typer(stored_app)
 app.add_typer(grade_app)
+app.add_typer(router_app)
 app.add_typer(data_app, name="data")
 
 

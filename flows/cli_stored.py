@@ -193,8 +193,8 @@ def purge(
 
     place = absolute_root(root or DEFAULT_ROOT)
     chosen = purging.holders(chosen_runs(place, run, runs), prompt)
-    found = purging.purge_runs(place, chosen, reason=reason, force=force, dry_run=dry_run)
     others = purging.others_with(place, chosen, prompt)
+    found = purging.purge_runs(place, chosen, reason=reason, force=force, dry_run=dry_run)
     if as_json:
         print(json.dumps(purging.as_json(found, others, dry_run=dry_run)))
     else:

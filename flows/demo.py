@@ -88,7 +88,7 @@ def warm_up(run: str, made: DemoFiles, *, seed: int) -> str:
     plan = SftPlan(WARM_UP_STEPS, WARM_UP_BATCH, seed, target_loss=WARM_UP_LOSS)
     parameters = Parameters(
         model=ModelSection(context_length=16),
-        optimizer=OptimizerSection(lr=WARM_UP_LR, schedule="warmup", warmup_steps=20),
+        optimizer=OptimizerSection(lr=WARM_UP_LR, warmup_steps=20),
         perf=PerfSection(max_tokens_per_micro_batch=16384, train_threads=2),
     )
     with progress_bar("warm-up", plan.steps) as advance:

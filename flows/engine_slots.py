@@ -12,7 +12,6 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.asyncio import concurrency
 from prefect.exceptions import ObjectNotFound
 
-from milepost.engines.fleet import world_size
 from milepost.engines.gpu_placement import has_spare, slots
 from milepost.flows.engine_checks import usable_gpus
 from milepost.flows.progress import say
@@ -35,7 +34,7 @@ def wanted_slots(parameters: Parameters, *, gpus: bool) -> int:
     if gpus:
         return slots(parameters).count
     cores, engines = os.cpu_count() or 1, parameters.engines
-    ranks = world_size(parameters) * (parameters.perf.train_threads or cores)
+    ranks = parameters.model.ranks * (parameters.perf.train_threads or cores)
     serving = (engines.rollout_threads or cores) * (engines.rollout == "embedded")
     in_turn = max(1, ranks * (engines.train == "megatron"), serving * engines.rollout_engines)
     return in_turn + serving * has_spare(parameters)

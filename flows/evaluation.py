@@ -28,7 +28,7 @@ from milepost.storage.provenance import provenance
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef, read_table
 from milepost.tasks.eval_scores import SetScore
-from milepost.tasks.evaluate import SetPlan, evaluate_set, set_plan
+from milepost.tasks.evaluate import SetPlan, evaluate_set, set_plans
 
 
 def evaluated_weights(weights: Weights) -> Evaluated:
@@ -81,10 +81,8 @@ def require_same(plan: EvaluationPlan, folder: RunFolder) -> RunRecord:
     return record
 
 
-def set_plans(launched: Launched) -> list[SetPlan]:
-    folder = launched.record.model["folder"]
-    sets = enumerate(launched.parameters.eval.sets)
-    return [set_plan(at, item, launched.parameters, model_folder=folder) for at, item in sets]
+def _plans(launched: Launched) -> list[SetPlan]:
+    return set_plans(launched.parameters.eval.sets, launched.parameters, launched.record)
 
 
 Scoring = Callable[[], Awaitable[None]]
@@ -107,7 +105,7 @@ async def run_evaluation(launched: Launched, scoring: Scoring) -> StepManifest:
 def shard_count(launched: Launched) -> int:
     """How many shards the sets have, each of which is a line of progress."""
     table = read_table(TableRef(**launched.record.data["prompts"]))
-    return sum(plan.shards(set_rows(table, plan.name).num_rows) for plan in set_plans(launched))
+    return sum(plan.shards(set_rows(table, plan.name).num_rows) for plan in _plans(launched))
 
 
 async def score_all(
@@ -131,7 +129,7 @@ async def score_all(
             advance=advance,
             graders=graders,
         )
-        for plan in set_plans(launched)
+        for plan in _plans(launched)
     ]
     close_evaluation(launched, store, version, scores)
 

@@ -13,7 +13,8 @@ from milepost.engines.sglang_flags import check_sglang
 from milepost.flows.checkpoint import Weights, find_weights
 from milepost.flows.engine_checks import check_engines, check_gpus
 from milepost.flows.evaluation_results import is_evaluation, require_evaluation, shared_sets
-from milepost.flows.plan import check_lengths, check_names, check_size, load_sets
+from milepost.flows.plan import check_lengths, check_names, check_size
+from milepost.flows.planned_prompts import load_sets
 from milepost.flows.recipe import parameters_of, read_recipe, with_overrides
 from milepost.storage import attempts, files, runs
 from milepost.storage.eval_sets import check_sets, eval_sets, named

@@ -24,7 +24,7 @@ from milepost.storage.eval_sets import eval_sets
 from milepost.storage.journal import StepStore
 from milepost.storage.parameters import EvalSection, SyncSection
 from milepost.tasks.eval_scores import SetScore
-from milepost.tasks.evaluate import evaluate_set, result_slot, set_plan
+from milepost.tasks.evaluate import evaluate_set, result_slot, set_plans
 from milepost.tasks.held_weights import hold, hold_again, spare_folder
 from milepost.tasks.sync import push_weights
 
@@ -44,8 +44,7 @@ def _store(launched: Launched, version: WeightVersion) -> StepStore:
 async def evaluate(launched: Launched, version: WeightVersion, router_url: str, watch: Watch) -> list[SetScore]:
     """Score `version`, which the engines behind the router hold, on every set, and tell of it."""
     assert launched.eval_prompts is not None
-    model_folder, sets = launched.record.model["folder"], enumerate(eval_sets(launched.parameters.eval))
-    plans = [set_plan(at, item, launched.parameters, model_folder=model_folder) for at, item in sets]
+    plans = set_plans(eval_sets(launched.parameters.eval), launched.parameters, launched.record)
     store, prompts = _store(launched, version), launched.eval_prompts
     scores = [
         await evaluate_set(

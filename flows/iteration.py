@@ -12,7 +12,7 @@ from milepost.flows.outcome import recorded
 from milepost.flows.step_context import Position, StepContext, Unshown, open_step
 from milepost.storage.accounting import accounting
 from milepost.storage.manifest import StepManifest
-from milepost.storage.parent import beside, parent_run
+from milepost.storage.parent import beside, parent_run, steps_before
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.retention import retain
 from milepost.storage.schema import ROLLOUTS
@@ -23,13 +23,23 @@ from milepost.tasks.early_stop import EarlyStop
 from milepost.tasks.filter import Filtered, filter_rollouts, is_trained
 from milepost.tasks.generate import Shard, generate_rollouts
 from milepost.tasks.optimize import Optimized, TooFewGroups, optimize_policy, trained_groups
-from milepost.tasks.rollout_metrics import dropped_groups, rollout_metrics
+from milepost.tasks.rollout_metrics import dropped_groups, engine_metrics, rollout_metrics
 from milepost.tasks.sample import Sampled, sample_prompts
 from milepost.tasks.score import score_rollouts
 from milepost.tasks.score_ahead import ScoreAhead
-from milepost.tasks.steps import StepOutcome, close_step, reused_tokens, served_groups, stage_seconds, update_metrics
+from milepost.tasks.self_check import SelfCheck
+from milepost.tasks.steps import (
+    StepOutcome,
+    close_step,
+    engine_work,
+    reused_tokens,
+    served_groups,
+    stage_seconds,
+    update_metrics,
+)
 from milepost.tasks.sync import Synced, sync_section, sync_weights
 from milepost.tasks.take import take_stages
+from milepost.tasks.update import Update
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,9 @@ async def _shard_stages(
         known=early.verdicts if early else {},
         ahead=ahead,
     )
-    filtered: Filtered = await context.deadlines.run(filter_rollouts, scored, shard, parameters.filter, store=store)
+    filtered: Filtered = await context.deadlines.run(
+        filter_rollouts, scored, shard, parameters.filter, store=store, oldest=context.oldest(shard)
+    )
     if early is not None:
         early.found(shard.index, filtered.kept_groups)
     return filtered
@@ -141,14 +153,15 @@ async def take(context: StepContext) -> StepContext:
 
 
 async def optimize(collected: Collected, context: StepContext) -> Optimized:
+    update = Update.of(context.parameters, steps_before(parent_run(context.record)))
     optimized: Optimized = await context.deadlines.run(
         optimize_policy,
         collected.shards if collected.train else [],
-        context.parameters.algorithm,
-        context.plan,
+        update,
         weight_version=str(context.version),
         engine=context.trainer,
         store=context.store,
+        check=SelfCheck.of(context.parameters, update),
     )
     return optimized
 
@@ -179,7 +192,8 @@ class Improved:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return update_metrics(self.optimized.results) | {"time/sync": self.synced.seconds} | self.synced.metrics
+        made = update_metrics(self.optimized.results) | self.optimized.mismatch
+        return made | {"time/sync": self.synced.seconds} | self.synced.metrics
 
 
 async def improve(collected: Collected, context: StepContext) -> Improved:
@@ -200,7 +214,8 @@ def close(context: StepContext, collected: Collected, improved: Improved | None)
     counts = accounting(served_groups(context.store), table, trained)
     metrics = rollout_metrics(table, trained=trained, reused_tokens=reused_tokens(context.store))
     metrics |= conversation_metrics(table) if context.parameters.rollout.tools else {}
-    metrics |= dropped_groups(counts) | stage_seconds(context.store) | (improved.metrics if improved else {})
+    metrics |= engine_metrics(engine_work(context.store)) | dropped_groups(counts)
+    metrics |= stage_seconds(context.store) | (improved.metrics if improved else {})
     return close_step(
         context.store,
         context.folder,

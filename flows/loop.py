@@ -12,6 +12,7 @@ from milepost.flows.deadline import stacks_kept
 from milepost.flows.held_out import eval_due, held_out, hold_missed
 from milepost.flows.progress import Advance, progress_bar, say, step_text
 from milepost.flows.ray_cluster import joined_ray
+from milepost.flows.reference import reference_folder
 from milepost.flows.report_delivery import report_at_end
 from milepost.flows.run_logs import logged
 from milepost.flows.run_page import shown
@@ -88,9 +89,11 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
     """The steps, on new engines each time that something other than a rollout engine dies or hangs."""
     restarts = Restarts(launched.parameters.engines.max_restarts)
     model_dir, course = launched.record.model["folder"], course_of(launched.record)
+    reference = reference_folder(launched.parameters, launched.record.model) if course.trains else ""
 
     async def attempt() -> None:
-        with fleet(launched.folder.run_id, launched.parameters, model_dir, course=course) as engines:
+        run, parameters = launched.folder.run_id, launched.parameters
+        with fleet(run, parameters, model_dir, reference_dir=reference, course=course) as engines:
             async with stacks_kept(launched):
                 steps = run_steps(launched, engines, tracker, advance, restarts)
                 await supervised(steps, launched, engines, restarts)

@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.step_range import require_steps
 from milepost.storage import attempts, manifest, purges, runs, tables
+from milepost.storage.batch_plan import with_decay_steps
 from milepost.storage.journal import Slot
 from milepost.storage.parameters import Parameters
-from milepost.storage.parent import ParentRun, course_of, parent_run
+from milepost.storage.parent import ParentRun, course_of, parent_run, trained_steps
 from milepost.storage.prompt_mixture import shares_of
 from milepost.storage.prompts import PromptSet, stored_prompts
 from milepost.storage.runs import RunFolder, RunRecord
@@ -22,7 +25,7 @@ DECIDES: dict[Stage, tuple[str, ...]] = {
     "sample": ("data.rollout_batch_size", "rollout.tools", "rollout.tool_format"),
     "generate": ("data.n_samples_per_prompt", "rollout"),
     "score": ("reward",),
-    "filter": ("filter",),
+    "filter": ("filter", "off_policy.max_staleness"),
 }
 # Of those, how fast or how patiently it was done: nobody misses another value.
 SPEED = (
@@ -97,11 +100,16 @@ def stored_rollouts(parameters: Parameters) -> ParentRun | None:
 
 
 def going_on(parameters: Parameters, before: RunRecord) -> Parameters:
-    """`parameters` as they are for a run that is there: what it took from another stays as it has it."""
-    parent = parent_run(before)
-    if parent is None:
-        return parameters
-    return adopted(parameters, before.parameters, parent.run, course_of(before).taken)
+    """`parameters` as they are for a run that is there: what it took from another stays as it has it.
+
+    So does the optimizer step at which its learning rate ends, unless another one is given.
+    """
+    if before.parameters.optimizer.decay_steps is not None:
+        ending = parameters.optimizer.ending_at(before.parameters.optimizer.decay_steps)
+        parameters = parameters.model_copy(update={"optimizer": ending})
+    if parent := parent_run(before):
+        parameters = adopted(parameters, before.parameters, parent.run, course_of(before).taken)
+    return with_decay_steps(parameters, trained_steps(before))
 
 
 def open_source(parent: ParentRun, root: str, run: str, steps: int) -> Source:
@@ -175,13 +183,17 @@ def _check_tables(source: Source, step: int, parameters: Parameters) -> None:
                     f"{ref.uri} is not the table that {source.folder.manifest(step)} names: restore it from a copy"
                 )
             is_generated = Slot.parse(commit.slot).stage == "generate"
-            if is_generated and parameters.engines.train != "none" and parameters.algorithm.old_logprobs == "rollout":
-                _require_logprobs(ref, source.parent.run)
+            if is_generated and parameters.engines.train != "none":
+                _require_logprobs(ref, source.parent.run, parameters)
 
 
-def _require_logprobs(ref: TableRef, run: str) -> None:
-    if read_table(ref)["rollout_logprobs"].null_count:
-        raise ValueError(
-            f"algorithm.old_logprobs is 'rollout' and samples of run {run!r} have no log-probabilities: set it to "
-            "'recompute'"
-        )
+def _require_logprobs(ref: TableRef, run: str, parameters: Parameters) -> None:
+    """ValueError where the rollout's own log-probabilities are needed, and samples that may be trained on have none."""
+    needed = "algorithm.old_logprobs=rollout" if parameters.algorithm.old_logprobs == "rollout" else ""
+    needed = "off_policy" if parameters.off_policy.weighs else needed
+    if not needed:
+        return
+    table = read_table(ref)
+    if table.filter(pc.not_equal(table["status"], "invalid"))["rollout_logprobs"].null_count:
+        fix = "leave its weights, reject and veto out" if needed == "off_policy" else "set it to recompute"
+        raise ValueError(f"{needed} needs log-probabilities, and samples of run {run!r} have none: {fix}")

@@ -1,8 +1,6 @@
 """What a run would be, worked out and checked without starting anything: `train` refuses what this refuses."""
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,27 +10,31 @@ import pyarrow as pa
 from milepost.engines.loss_params import check_loss
 from milepost.engines.model_layout import check_layout
 from milepost.engines.model_source import resolve_model
+from milepost.engines.schedule import check_schedule
 from milepost.engines.sglang_flags import check_sglang
+from milepost.flows.algorithm_checks import check_algorithm
 from milepost.flows.engine_checks import check_engines, check_gpus, has_gpus
+from milepost.flows.off_policy_checks import check_off_policy
 from milepost.flows.parents import adopted, check_source, open_source, stored_rollouts
-from milepost.flows.prompt_tokenizer import prompt_tokenizer
+from milepost.flows.planned_prompts import load_eval_prompts, load_planned
+from milepost.flows.reference import check_reference, reference_folder
 from milepost.flows.service_state import state_folder
-from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.router.policies import get_policy
+from milepost.storage.batch_plan import BatchPlan, batch_plan, with_decay_steps
 from milepost.storage.carried import round_size
-from milepost.storage.eval_sets import as_set, eval_sets
-from milepost.storage.parameters import DataSection, DataSet, EvalSet, Parameters, RewardSection
-from milepost.storage.parent import ParentRun, course
-from milepost.storage.prompts import PromptSet, load_prompts
-from milepost.storage.redaction import masked_text
+from milepost.storage.eval_sets import eval_sets
+from milepost.storage.parameters import DataSet, Parameters, RewardSection
+from milepost.storage.parent import ParentRun, course, steps_before
+from milepost.storage.prompts import PromptSet
 from milepost.storage.runs import run_folder
 from milepost.storage.stages import Course
 from milepost.tasks.advantages import get_advantage
 from milepost.tasks.filters import get_filter, get_sample_filter
-from milepost.tasks.labels import LabelCheck
-from milepost.tasks.prompt_reward import chosen, of_eval_set
+from milepost.tasks.prompt_reward import chosen
 from milepost.tasks.rewards import check_reward
 from milepost.tasks.rollouts import get_rollout
 from milepost.tasks.tools import check_tools
+from milepost.tasks.update import update_params
 from milepost.tasks.watched import check_watched
 
 PARAMETER_BYTES = 500_000  # a Prefect server refuses a flow run whose parameters take more than 512 KiB
@@ -52,6 +54,7 @@ class RunPlan:
     prompts: PromptSet
     eval_prompts: pa.Table | None
     parent: ParentRun | None = None
+    reference_dir: str = ""
 
     @property
     def course(self) -> Course:
@@ -72,6 +75,7 @@ def check_size(parameters: Parameters) -> None:
 def check_names(parameters: Parameters, course: Course) -> None:
     """LookupError or ValueError for a rollout function, reward, filter, advantage or loss that cannot be used."""
     if course.makes("generate"):
+        get_policy(parameters.engines.router_policy)
         get_rollout(parameters.rollout.function)
         check_tools(parameters.rollout)
     if course.makes("score"):
@@ -87,7 +91,8 @@ def check_names(parameters: Parameters, course: Course) -> None:
         get_sample_filter(parameters.filter.sample)
     if course.trains:
         get_advantage(parameters.algorithm.advantage)
-        check_loss(parameters.algorithm.loss)
+        update = update_params(parameters)
+        check_loss(update.loss, update.params)
 
 
 def _check_own_reward(data: DataSet, reward: RewardSection) -> None:
@@ -156,11 +161,16 @@ def make_plan(
     stages = course(parameters, parent)
     if source:
         parameters = adopted(parameters, source.parameters, source.parent.run, stages.taken)
+    parameters = with_decay_steps(parameters, steps_before(parent) + steps)
     given, parameters = parameters, parameters.resolved(going_on=source is not None)
     check_size(parameters)
     batch = batch_plan(parameters)
+    if stages.trains:
+        check_schedule(parameters.optimizer)
     check_collection(parameters, batch)
+    check_algorithm(parameters, batch, stages)
     check_names(parameters, stages)
+    check_off_policy(parameters, generates=stages.makes("generate"))
     if stages.makes("generate") or parameters.eval.every_steps:
         check_lengths(parameters)
     check_watched(parameters)
@@ -174,6 +184,9 @@ def make_plan(
     model_dir = model_dir or model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
+    reference_dir = reference_folder(parameters) if stages.trains else ""
+    if reference_dir:
+        check_reference(parameters, reference_dir, model_dir)
     check_gpus(config, parameters)
     check_context(config, parameters)
     if source:
@@ -181,7 +194,7 @@ def make_plan(
         prompts = source.prompts
     else:
         reward = parameters.reward if stages.makes("score") else None
-        prompts = _load(parameters.data, parameters, model_dir, reward=reward, quarantine=quarantine_uri)
+        prompts = load_planned(parameters.data, parameters, model_dir, reward=reward, quarantine=quarantine_uri)
     return RunPlan(
         run=run,
         root=root,
@@ -193,6 +206,7 @@ def make_plan(
         prompts=prompts,
         eval_prompts=load_eval_prompts(parameters, model_dir),
         parent=parent,
+        reference_dir=reference_dir,
     )
 
 
@@ -204,44 +218,6 @@ def check_context(config: dict[str, Any], parameters: Parameters) -> None:
             f"model.context_length {parameters.model.context_length} is more than the model's {longest} positions: "
             f"set it to {longest} or less"
         )
-
-
-def _load(
-    data: DataSection,
-    parameters: Parameters,
-    model_dir: str,
-    *,
-    reward: RewardSection | None,
-    quarantine: str | None = None,
-) -> PromptSet:
-    """The prompts of `data`, with labels that `reward` can grade."""
-    tokenizer = prompt_tokenizer(parameters, model_dir)
-    room = parameters.model.context_length
-    try:
-        with LabelCheck(reward) if reward else nullcontext() as check:
-            return load_prompts(data, tokenizer, context_length=room, quarantine_uri=quarantine, check_labels=check)
-    except ValueError as error:  # it names the path, and Prefect stores what a flow raised
-        raise ValueError(masked_text(str(error))) from None
-
-
-def load_eval_prompts(parameters: Parameters, model_dir: str) -> pa.Table | None:
-    """The prompts of every set of `eval`, each under the name of its set; None when nothing is to be evaluated."""
-    sets = eval_sets(parameters.eval) if parameters.eval.every_steps else []
-    return load_sets(sets, parameters, model_dir) if sets else None
-
-
-def load_sets(sets: Sequence[EvalSet], parameters: Parameters, model_dir: str) -> pa.Table:
-    """The prompts of some sets in one table."""
-    found = [
-        _load(_eval_data(item, parameters), parameters, model_dir, reward=of_eval_set(item, parameters.reward)).table
-        for item in sets
-    ]
-    return pa.concat_tables([as_set(table, item.name) for table, item in zip(found, sets, strict=True)])
-
-
-def _eval_data(item: EvalSet, parameters: Parameters) -> DataSection:
-    """Held-out prompts are read like those that are trained on, and all of them that fit the context are asked."""
-    return parameters.data.model_copy(update={"path": item.path, "sets": [], "max_prompt_tokens": None})
 
 
 def _longest(parameters: Parameters) -> str:

@@ -2,6 +2,7 @@
 
 import pyarrow.compute as pc
 
+from milepost.engines import schedule
 from milepost.engines.memory_plan import BYTES, engine_weights, trainer_memory
 from milepost.engines.model_layout import parameter_count
 from milepost.flows.plan import RunPlan
@@ -95,12 +96,13 @@ def _sizes(plan: RunPlan) -> Numbers:
 
 
 def _training(plan: RunPlan) -> Numbers:
-    parameters, model = plan.parameters, plan.parameters.model
+    parameters = plan.parameters
     count = parameter_count(plan.model_config)
     state = _state_bytes(parameters, count)
     return {
         "optimizer steps": plan.steps * plan.batch.num_steps_per_rollout,
-        "trainer ranks": model.tensor_parallel * model.pipeline_parallel * model.data_parallel,
+        "learning rate": schedule.shown(parameters.optimizer),
+        "trainer ranks": parameters.model.ranks,
         "trainer state (GiB, all ranks)": round(state / GIB, 3),
         "trainer memory on a GPU (GiB, about)": round(trainer_memory(plan.model_config, parameters).total / GIB, 1),
         "logits of a micro-batch (GiB, float32)": round(_logits_bytes(plan) / GIB, 3),
@@ -123,5 +125,6 @@ def _state_bytes(parameters: Parameters, count: int) -> int:
 
 
 def _logits_bytes(plan: RunPlan) -> int:
-    vocabulary = int(plan.model_config["vocab_size"]) // plan.parameters.model.tensor_parallel
-    return 4 * vocabulary * plan.parameters.perf.max_tokens_per_micro_batch
+    model = plan.parameters.model
+    vocabulary = int(plan.model_config["vocab_size"]) // model.tensor_parallel
+    return 4 * vocabulary * plan.parameters.perf.max_tokens_per_micro_batch // model.context_parallel

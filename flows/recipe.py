@@ -126,6 +126,8 @@ def parameters_of(content: Mapping[str, Any]) -> Parameters:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "value_error":  # of fields that do not go together: it names them
+            raise ValueError(f"{where}: {first['ctx']['error']}") from None
         raise ValueError(f"{where} is {masked(first['input'], where)!r}: {first['msg'].lower()}") from None
 
 

@@ -21,6 +21,7 @@ from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
 from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import absolute_root
+from milepost.flows.reference import reference_folder
 from milepost.flows.replay_into import First, check_kept, keep, kept_verdict
 from milepost.flows.replay_verdict import ReplayVerdict, StageVerdict, as_json, stage_verdicts, stored_step, worst
 from milepost.flows.step_range import require_steps, step_range
@@ -45,7 +46,8 @@ async def trainer_before(
     if not course_of(record).trains:
         yield None
         return
-    async with trainer_alone(name, parameters or record.parameters, record.model["folder"]) as trainer:
+    used = parameters or record.parameters
+    async with trainer_alone(name, used, record.model["folder"], reference_folder(used, record.model)) as trainer:
         await asyncio.to_thread(restore_before, folder, step, trainer)
         yield trainer
 

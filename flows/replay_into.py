@@ -9,7 +9,7 @@ from milepost.flows.replay_verdict import ReplayVerdict, stage_verdicts, stored_
 from milepost.flows.train import work_on
 from milepost.storage import attempts, manifest, runs
 from milepost.storage.parameters import Parameters
-from milepost.storage.parent import ParentRun, course_of
+from milepost.storage.parent import ParentRun, course_of, parent_run, steps_before
 from milepost.storage.runs import RunFolder
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.replay import kept, stages_from
@@ -51,7 +51,9 @@ def plan_kept(
     runs.require_new(runs.run_folder(root, into))
     before = attempts.parameters_of(folder, manifest.load(folder, steps.start).attempt)
     parameters = kept_parameters(before, folder.run_id, first, overrides)
-    return make_plan(into, root, len(steps), parameters, parent=ParentRun(folder.run_id, steps.start, first))
+    earlier = steps_before(parent_run(attempts.current(folder))) if steps.start else 0
+    parent = ParentRun(folder.run_id, steps.start, first, earlier)
+    return make_plan(into, root, len(steps), parameters, parent=parent)
 
 
 async def keep(

@@ -8,6 +8,7 @@ from milepost.storage import attempts, manifest, purges
 from milepost.storage.difference import Comparison
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import Parameters
+from milepost.storage.parent import parent_run, steps_before
 from milepost.storage.runs import RunFolder
 from milepost.storage.stages import Stage
 from milepost.tasks.replay import Replayed, StoredStep, compare_stage, compare_weights
@@ -50,7 +51,8 @@ def stored_step(folder: RunFolder, step: int, parameters: Parameters | None = No
     purges.require_whole(store.uri)
     closed = manifest.load(folder, step)
     commits = {Slot.parse(commit.slot): commit for commit in store.commits()}
-    return StoredStep(store, closed, commits, parameters or attempts.parameters_of(folder, closed.attempt))
+    given, before = parameters or attempts.parameters_of(folder, closed.attempt), attempts.current(folder)
+    return StoredStep(store, closed, commits, given, steps_before(parent_run(before)))
 
 
 def stage_verdicts(

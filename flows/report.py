@@ -31,6 +31,8 @@ COLUMNS = [
     "train/loss",
     "train/grad_norm",
     "train/lr",
+    "mismatch/logprob_abs_diff",
+    "mismatch/ess",
     "time/generate",
     "time/score",
     "time/optimize",

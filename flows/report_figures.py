@@ -13,7 +13,7 @@ select step, avg(step - weight_version_min) as staleness,
     -avg(list_avg(rollout_logprobs)) filter (len(rollout_logprobs) > 0) as surprise
 from rollouts group by step order by step
 """
-# From the optimizer's batches: how far trainer and rollout engine are apart on the same tokens.
+# From the optimizer's batches, of steps that did not measure it: how far trainer and rollout engine are apart.
 _MISMATCH = """
 select step, avg(abs(trainer - engine)) as apart
 from (select step, unnest(old_logprobs) as trainer, unnest(rollout_logprobs) as engine from batches)
@@ -54,6 +54,7 @@ def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Eval
     learnt = [step for step in steps if learns_only(step)]
     staleness, surprise = _asked(folder, _SAMPLED, ["steps between weights and training", "surprise"])
     (mismatch,) = _asked(folder, _MISMATCH, ["trainer against engine"])
+    measured = _of_metric(steps, "mismatch/logprob_abs_diff", "trainer against engine")
     classes = sorted({name for step in steps for name in step.accounting if name != "served"})
     stages = sorted({name for step in steps for name in step.metrics if name.startswith("time/")})
     drawn = [
@@ -68,7 +69,11 @@ def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Eval
         FigureData("entropy, as mean surprise of sampled tokens", [surprise]),
         FigureData("gradient norm", [_of_metric(steps, "train/grad_norm", "before clipping")]),
         FigureData("clipped share of tokens", [_of_metric(steps, "train/pg_clipfrac", "clipped")]),
-        FigureData("log-probabilities apart, mean", [] if learnt else [mismatch]),
+        FigureData("log-probabilities apart, mean", [] if learnt else [measured if measured.values else mismatch]),
+        FigureData(
+            "engine's tokens by how much they count, as a share",
+            [_of_metric(steps, "mismatch/ess", "effective sample size")],
+        ),
         FigureData("staleness", [staleness] if trained else []),
         FigureData("seconds by stage", [_of_metric(steps, name, name.removeprefix("time/")) for name in stages]),
         FigureData("prompts by how they ended", [_of_counts(steps, name) for name in classes]),

@@ -14,6 +14,7 @@ METRICS = (
     ("rollout/response_len/mean", "response length", ".1f"),
     ("train/ppo_kl", "KL to the weights that sampled", ".2g"),
     ("train/grad_norm", "gradient norm", ".3g"),
+    ("mismatch/logprob_abs_diff", "log-probabilities of trainer and engine apart", ".2g"),
 )
 
 

@@ -9,19 +9,24 @@ from typing import Any
 
 import pyarrow as pa
 
+from milepost.engines.schedule import after_the_end, check_schedule
 from milepost.engines.tokenizer import load_tokenizer
+from milepost.flows.algorithm_checks import check_algorithm
 from milepost.flows.engine_checks import check_spare
 from milepost.flows.parents import going_on
-from milepost.flows.plan import RunPlan, check_steps, load_eval_prompts, make_plan, model_folder, notices
+from milepost.flows.plan import RunPlan, check_steps, make_plan, model_folder, notices
+from milepost.flows.planned_prompts import load_eval_prompts
 from milepost.flows.progress import say
+from milepost.flows.reference import as_recorded, check_reference, reference_folder
 from milepost.flows.results import evaluations
 from milepost.flows.stopped import stopped
 from milepost.storage import attempts, files, manifest, redaction, runs
 from milepost.storage.attempts import Changes
+from milepost.storage.batch_plan import batch_plan
 from milepost.storage.evaluated import evaluated
 from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
-from milepost.storage.parent import ParentRun, course_of
+from milepost.storage.parent import ParentRun, course_of, trained_steps
 from milepost.storage.prompt_mixture import shares_entry
 from milepost.storage.provenance import provenance
 from milepost.storage.runs import RunFolder, RunRecord
@@ -115,6 +120,7 @@ def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
             "folder": plan.model_dir,
             "config": plan.model_config,
             "tokenizer": load_tokenizer(plan.model_dir, trust_remote_code=trusted).digest,
+            **as_recorded(plan.parameters, plan.reference_dir),
         },
         started_at=time.time(),
     )
@@ -156,7 +162,11 @@ def reopen_run(
     require_allowed(before, chosen, allowed)
     if came_to_end(folder, before) or stopped(folder, chosen):
         return Launched(root, folder, replace(before, parameters=chosen), fence, before.attempt)
-    chosen.resolved(going_on=True)
+    resolved = chosen.resolved(going_on=True)
+    if course_of(before).trains:
+        tell_of_rates(before, chosen)
+        if reference := reference_folder(resolved, before.model):
+            check_reference(resolved, reference, before.model["folder"])
     evaluation = _evaluation(folder, chosen, before)
     attempt = attempts.begin(folder, chosen, steps=before.steps, allowed=allowed, evaluation=evaluation)
     record = replace(attempts.current(folder), parameters=chosen)
@@ -168,6 +178,10 @@ def require_allowed(before: RunRecord, chosen: Parameters, allowed: Sequence[str
     found = attempts.changes(before.parameters, chosen)
     attempts.require_allowed(found, allowed)
     check_spare(chosen)
+    if found:
+        check_algorithm(chosen, batch_plan(chosen), course_of(before))
+    if course_of(before).trains:
+        check_schedule(chosen.optimizer)
     fixed = [key for key in FIXED if key in found and (key == "data.rollouts" or "none" in found[key])]
     if fixed:
         raise ValueError(f"{fixed[0]} decides which stages run {before.run_id!r} has: begin another run to change it")
@@ -180,6 +194,13 @@ def tell_of_masks(parameters: Parameters) -> None:
             f"{', '.join(found)}: secrets are stored as {redaction.MASK}, so a resumption asks for them again; "
             "env:NAME as a value takes them from the environment each time"
         )
+
+
+def tell_of_rates(record: RunRecord, parameters: Parameters) -> None:
+    """Say so when a run that goes on has more steps than its learning rate was planned for."""
+    optimizer_steps = trained_steps(record) * batch_plan(parameters).num_steps_per_rollout
+    if told := after_the_end(parameters.optimizer, optimizer_steps):
+        say(told)
 
 
 def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:

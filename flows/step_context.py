@@ -21,9 +21,11 @@ from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.stages import Course, Stage
 from milepost.storage.tables import TableRef
 from milepost.tasks.early_stop import EarlyStop
+from milepost.tasks.generate import Shard
 from milepost.tasks.sample import PromptOrder
 from milepost.tasks.sampling import REFILLS, Sampling, TokenizerFolder, sampling_params
 from milepost.tasks.score_ahead import ScoreAhead
+from milepost.tasks.staleness import oldest_version
 from milepost.tasks.tools import tool_rules
 
 
@@ -96,7 +98,7 @@ class StepContext:
             refills=REFILLS if parameters.filter.partial_groups == "refill" else 0,
             partial=parameters.rollout.partial,
             mask_older_tokens=parameters.rollout.mask_older_tokens,
-            vocabulary=int(self.record.model["config"].get("vocab_size") or 0),
+            vocabulary=self.record.vocabulary,
             tools=tool_rules(parameters.rollout),
             tokenizer=TokenizerFolder.of(parameters.model, self.record.model["folder"]),
         )
@@ -112,7 +114,13 @@ class StepContext:
             return None
         reward = self.parameters.reward
         graders = GraderPool.connect(self.folder.run_id, workers=reward.workers)
-        return EarlyStop(missing, reward, self.parameters.filter, graders=graders)
+        oldest = self.oldest(Shard(0, 1, 0))  # of shards that are generated here it is the same for all
+        return EarlyStop(missing, reward, self.parameters.filter, graders=graders, oldest=oldest)
+
+    def oldest(self, shard: Shard) -> int | None:
+        """See `oldest_version`."""
+        most = self.parameters.off_policy.max_staleness
+        return oldest_version(self.store, shard, version=str(self.version), max_staleness=most)
 
     def score_ahead(self) -> ScoreAhead | None:
         """What grades the groups of a shard as they are finished; None where this run makes no samples or no scores."""

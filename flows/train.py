@@ -16,6 +16,7 @@ from milepost.flows.recipe import absolute_root
 from milepost.flows.run_name import made_name, shown_name
 from milepost.flows.start import begin_run, ended, reopen_run
 from milepost.storage import files, runs
+from milepost.storage.off_policy import OffPolicySection
 from milepost.storage.parameters import (
     CheckpointSection,
     DataSection,
@@ -31,8 +32,8 @@ from milepost.storage.parameters import (
 )
 from milepost.storage.parent import ParentRun
 from milepost.storage.runs import RunFolder
-from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection
-from milepost.storage.watched import AlertSection, StopSection
+from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection, ReferenceSection
+from milepost.storage.watched import AlertSection, CheckSection, StopSection
 
 
 @recorded
@@ -73,6 +74,8 @@ async def train(
     reward: RewardSection = RewardSection(),
     filter: FilterSection = FilterSection(),
     algorithm: AlgorithmSection = AlgorithmSection(),
+    off_policy: OffPolicySection = OffPolicySection(),
+    reference: ReferenceSection = ReferenceSection(),
     optimizer: OptimizerSection = OptimizerSection(),
     perf: PerfSection = PerfSection(),
     sync: SyncSection = SyncSection(),
@@ -80,6 +83,7 @@ async def train(
     eval: EvalSection = EvalSection(),
     stop: StopSection = StopSection(),
     alert: AlertSection = AlertSection(),
+    check: CheckSection = CheckSection(),
     engines: EnginesSection = EnginesSection(),
     tracking: TrackingSection = TrackingSection(),
     allow_change: tuple[str, ...] = (),
@@ -96,6 +100,8 @@ async def train(
         reward: How samples are scored.
         filter: Which groups are trained on.
         algorithm: Advantages, loss, and the optimizer steps of a step.
+        off_policy: What is done where trainer and engine differ in how likely a token is, or samples are old.
+        reference: The frozen policy that the trained one is compared with.
         optimizer: Adam and its schedule.
         perf: What fits in memory, and how fast it goes.
         sync: How new weights reach the rollout engines.
@@ -103,6 +109,7 @@ async def train(
         eval: Held-out evaluation during training.
         stop: When the run ends before its last step.
         alert: Which metrics Prefect is told of when they cross a bound.
+        check: What a run holds of itself at every step.
         engines: Which processes hold the models.
         tracking: Where lineage is indexed.
         allow_change: Parameters, as section.field, that a run of this name may change when it goes on.
@@ -114,6 +121,8 @@ async def train(
         reward=reward,
         filter=filter,
         algorithm=algorithm,
+        off_policy=off_policy,
+        reference=reference,
         optimizer=optimizer,
         perf=perf,
         sync=sync,
@@ -121,6 +130,7 @@ async def train(
         eval=eval,
         stop=stop,
         alert=alert,
+        check=check,
         engines=engines,
         tracking=tracking,
     )

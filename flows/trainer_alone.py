@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 from milepost.engines.fleet import create_trainer
 from milepost.engines.gpu_placement import reserved
@@ -17,12 +17,19 @@ def without_rollout(parameters: Parameters) -> Parameters:
 
 
 @asynccontextmanager
-async def trainer_alone(name: str, parameters: Parameters, model_dir: str) -> AsyncIterator[TrainEngine]:
-    """The trainer of a run, once it is its turn, alone on its GPUs if there are any; it ends with the block."""
+async def trainer_alone(
+    name: str,
+    parameters: Parameters,
+    model_dir: str,
+    reference_dir: str = "",
+    *,
+    waiting: AbstractContextManager[None] = nullcontext(),
+) -> AsyncIterator[TrainEngine]:
+    """The trainer of a run, `waiting` for its turn, alone on its GPUs if there are any; it ends with the block."""
     alone = without_rollout(parameters)
-    async with engine_slots(alone):
+    async with engine_slots(alone, waiting):
         with reserved(name, alone):
-            trainer = create_trainer(name, alone, model_dir)
+            trainer = create_trainer(name, alone, model_dir, reference_dir)
             try:
                 await asyncio.to_thread(trainer.load)
                 yield trainer

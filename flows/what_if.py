@@ -16,6 +16,9 @@ import pyarrow.parquet as pq
 from prefect import flow
 
 from milepost.engines.protocols import UpdateResult
+from milepost.engines.schedule import check_schedule
+from milepost.flows.algorithm_checks import check_algorithm
+from milepost.flows.off_policy_checks import check_off_policy
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
 from milepost.flows.ray_cluster import joined_ray
@@ -25,9 +28,10 @@ from milepost.flows.replay_verdict import stored_step
 from milepost.flows.step_range import require_steps, step_range
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.attempts import Changes
+from milepost.storage.batch_plan import batch_plan, with_decay_steps
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import Parameters
-from milepost.storage.parent import course_of
+from milepost.storage.parent import course_of, trained_steps
 from milepost.storage.schema import ROLLOUTS
 from milepost.storage.stages import Course, Stage
 from milepost.storage.tables import TableRef, concat, read_table
@@ -35,7 +39,7 @@ from milepost.tasks.filters import kept_groups
 from milepost.tasks.optimize import batch_refs
 from milepost.tasks.replay import TIMINGS, StoredStep, run_again, stages_from
 
-CHANGEABLE = ("reward", "filter", "algorithm", "optimizer")
+CHANGEABLE = ("reward", "filter", "algorithm", "off_policy", "reference", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -48,22 +52,30 @@ class Row:
     now: float | None
 
 
-def changed(parameters: Parameters, overrides: list[str]) -> tuple[Parameters, Changes]:
-    """The parameters with `overrides`, and what differs; ValueError for a section that stored samples cannot answer."""
+def changed(parameters: Parameters, overrides: list[str], *, steps: int) -> tuple[Parameters, Changes]:
+    """The parameters with `overrides`, and what differs; ValueError for a section that stored samples cannot answer.
+
+    `steps` is what its trainer takes in all.
+    """
     found = parameters_of(with_overrides(parameters.model_dump(mode="json"), overrides))
+    found = with_decay_steps(found, steps)
     differs = attempts.changes(parameters, found)
     if not differs:
         raise ValueError(f"--set {' '.join(overrides)} changes nothing: the run had these values")
     for key in differs:
         if key.split(".")[0] not in CHANGEABLE:
             raise ValueError(f"--set {key} would need new samples: a replay can change {', '.join(CHANGEABLE)}")
+    check_schedule(found.optimizer)
+    check_algorithm(found, batch_plan(found))
+    check_off_policy(found, generates=False)
     return found, differs
 
 
 def first_stage(differs: Changes) -> Stage:
     """The first stage that a change reaches."""
     sections = {key.split(".")[0] for key in differs}
-    return "score" if "reward" in sections else "filter" if "filter" in sections else "optimize"
+    filters = "filter" in sections or "off_policy.max_staleness" in differs
+    return "score" if "reward" in sections else "filter" if filters else "optimize"
 
 
 def summary(filtered: list[TableRef], batches: list[TableRef], results: list[dict[str, Any]]) -> dict[str, float]:
@@ -112,7 +124,8 @@ async def what_if(
 
     Args:
         run: Name of the run.
-        overrides: What changes, as section.field=value, in reward, filter, algorithm and optimizer.
+        overrides: What changes, as section.field=value, in reward, filter, algorithm, off_policy, reference
+            and optimizer.
         root: Folder of all runs.
         steps: Which finished steps, as a:b; all when empty.
         out: A Parquet file for the rows, if any.
@@ -120,7 +133,7 @@ async def what_if(
     folder = runs.run_folder(absolute_root(root), run)
     record = require_steps(folder)
     chosen = step_range(steps, len(manifest.finished_steps(folder)))
-    parameters, differs = changed(record.parameters, list(overrides))
+    parameters, differs = changed(record.parameters, list(overrides), steps=trained_steps(record))
     stages = stages_from(first_stage(differs), Course(last=course_of(record).last))
     name = f"{run}-what-if-{uuid.uuid4().hex[:8]}"
     rows: list[Row] = []

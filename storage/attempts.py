@@ -11,7 +11,7 @@ from milepost.storage.provenance import Provenance, provenance
 from milepost.storage.runs import RunFolder, RunRecord
 
 # What a resumed run may change without being told so: none of it changes what a step computes.
-FREE_SECTIONS = ("tracking", "checkpoint", "eval", "stop", "alert")
+FREE_SECTIONS = ("tracking", "checkpoint", "eval", "stop", "alert", "check")
 
 Changes = dict[str, list[Any]]
 

@@ -84,6 +84,14 @@ def _require_equal(plan: BatchPlan) -> None:
         )
 
 
+def with_decay_steps(parameters: Parameters, steps: int) -> Parameters:
+    """Those of a run whose trainer takes so many steps, with the optimizer step at which its learning rate ends."""
+    if parameters.engines.train == "none" or not parameters.optimizer.is_open:
+        return parameters
+    optimizer_steps = steps * batch_plan(parameters).num_steps_per_rollout
+    return parameters.model_copy(update={"optimizer": parameters.optimizer.ending_at(optimizer_steps)})
+
+
 def batch_plan(parameters: Parameters) -> BatchPlan:
     """The batch plan of a run, from its `data` and `algorithm` sections; one that trains nothing needs only `data`."""
     if parameters.engines.train == "none":

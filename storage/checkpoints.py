@@ -210,6 +210,13 @@ def latest(folder: RunFolder, *, at_most: int | None = None) -> CheckpointRef | 
     return None
 
 
+def fetched(folder: RunFolder, number: int) -> CheckpointRef:
+    """The checkpoint of one version in the run's workspace, every file verified; DamagedCheckpoint if it cannot be."""
+    if wrong := _fetch(folder, number):
+        raise damaged(folder.checkpoint(number), wrong)
+    return reference(folder, number)
+
+
 def _fetch(folder: RunFolder, number: int) -> list[str]:
     """Bring a checkpoint's files into the workspace, unless they are there; what is wrong with any of them."""
     uri, here = folder.checkpoint(number), folder.trainer_state(number)

@@ -1,5 +1,6 @@
 """Every parameter of a run: one frozen section per concern, in the order of the DAG.
 
+Sections of the update are in training.py and off_policy.py, of what is watched in watched.py.
 The docstring under a field is its help text in the Prefect form. Whatever becomes JSON is stored or shown, so secrets
 are masked in it: `model_dump(mode="json")` for that, the fields themselves or a plain `model_dump()` to work with.
 """
@@ -9,9 +10,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from milepost.storage import redaction
+from milepost.storage.off_policy import OffPolicySection
 from milepost.storage.section import Section
-from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection
-from milepost.storage.watched import AlertSection, StopSection
+from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection, ReferenceSection
+from milepost.storage.watched import AlertSection, CheckSection, StopSection
 
 
 class ModelSection(Section):
@@ -23,12 +25,21 @@ class ModelSection(Section):
     """Run Python code that the model folder ships."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each layer's weights; must divide the attention heads and key-value heads."""
+    sequence_parallel: bool = False
+    """Let tensor-parallel ranks share what lies between those weights too, each for a part of the tokens."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of every sample; a micro-batch and its activations are split among them."""
     pipeline_parallel: PositiveInt = 1
     """Ranks that share the layers as consecutive stages; must divide the number of layers."""
     data_parallel: PositiveInt = 1
     """Replicas of the model that each train a share of every batch."""
     context_length: PositiveInt = 4096
     """Longest prompt plus response in tokens; longer prompts are set aside and counted."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the trainer, each with a GPU where there are any."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 class DataSet(Section):
@@ -96,8 +107,8 @@ class RolloutSection(Section):
     """Rollout function: a built-in, an entry point, or `pkg.mod:fn`."""
     max_new_tokens: PositiveInt = 256
     """Longest response in tokens; of `multi_turn`, all that the model says in a sample."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer computes log-probabilities at the same temperature."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature, also of the trainer's log-probabilities; 0 is for runs that only generate."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: smallest set of tokens with this probability."""
     top_k: int = -1
@@ -290,6 +301,9 @@ class EnginesSection(Section):
     """GPUs of one rollout engine: its tensor parallelism."""
     rollout_engines: PositiveInt = 1
     """Rollout engines behind the router."""
+    router_policy: str = "least_loaded"
+    """How the router chooses an engine: least_loaded, least_tokens, round_robin, power_of_two, consistent_hash, sticky,
+    cache_aware, an entry point, or `pkg.mod:Class`. Samples of one group have the same routing key."""
     rollout_threads: NonNegativeInt = 0
     """CPU threads of each rollout engine; 0 lets torch choose."""
     max_running_requests: PositiveInt = 64
@@ -330,6 +344,8 @@ class Parameters(Section):
     reward: RewardSection = RewardSection()
     filter: FilterSection = FilterSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    off_policy: OffPolicySection = OffPolicySection()
+    reference: ReferenceSection = ReferenceSection()
     optimizer: OptimizerSection = OptimizerSection()
     perf: PerfSection = PerfSection()
     sync: SyncSection = SyncSection()
@@ -337,6 +353,7 @@ class Parameters(Section):
     eval: EvalSection = EvalSection()
     stop: StopSection = StopSection()
     alert: AlertSection = AlertSection()
+    check: CheckSection = CheckSection()
     engines: EnginesSection = EnginesSection()
     tracking: TrackingSection = TrackingSection()
 

@@ -19,12 +19,14 @@ TAKEN = "taken"  # in the record of a commit
 class ParentRun:
     """Step k of a run takes its stages before `first` from step `begin` + k of `run`.
 
-    A run that trains begins with the trainer that `run` had before `begin`.
+    A run that trains begins with the trainer that `run` had before `begin`, which had taken `earlier` steps in the runs
+    that `run` itself goes on from.
     """
 
     run: str
     begin: int
     first: Stage
+    earlier: int = 0
 
     def entry(self) -> dict[str, Any]:
         """For the data of a run's record."""
@@ -48,6 +50,16 @@ class Taken:
 def parent_run(record: RunRecord) -> ParentRun | None:
     found = record.data.get(PARENT)
     return ParentRun(**found) if found else None
+
+
+def steps_before(parent: ParentRun | None) -> int:
+    """Steps that the trainer of a run has taken before the first of them."""
+    return parent.earlier + parent.begin if parent else 0
+
+
+def trained_steps(record: RunRecord) -> int:
+    """Steps that the trainer of a run has taken after the last of them."""
+    return steps_before(parent_run(record)) + record.steps
 
 
 def beside(folder: RunFolder, run: str) -> RunFolder:

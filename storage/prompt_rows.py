@@ -66,7 +66,7 @@ class RowReader:
 
     def _prompt(self, row: RawRow) -> Prompt:
         data, value = self.data, row.value
-        tools = _checked_tools(value.get(data.tools_key), data.tools_key)
+        tools = checked_tools(value.get(data.tools_key), data.tools_key)
         prompt = _with_system(_checked_prompt(value, data.input_key), data.system_prompt)
         label = value.get(data.label_key)
         metadata = self._metadata(value, tools)
@@ -150,7 +150,7 @@ def _checked_metadata(metadata: Any, key: str) -> dict[str, Any]:
     return metadata
 
 
-def _checked_tools(tools: Any, key: str) -> Tools:
+def checked_tools(tools: Any, key: str) -> Tools:
     """A list of objects, or the JSON text of one; without the nulls that Parquet gives to what others have."""
     if isinstance(tools, str):
         tools = _parsed(tools, key, "a JSON list") if tools else None

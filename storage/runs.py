@@ -11,6 +11,7 @@ from milepost.storage import files, redaction
 from milepost.storage.parameters import Parameters
 from milepost.storage.provenance import Provenance
 from milepost.storage.registry import nearest, some_of
+from milepost.storage.training import as_stored
 
 RELEASES = {1: "0.1.0", 2: "0.1.0", 3: "0.1.0"}
 """Versions of everything a run holds as JSON, with the first release that reads each. What names none is of version 1;
@@ -129,6 +130,11 @@ class RunRecord:
     attempt: int = 1
     started_at: float = 0.0
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has; 0 when its configuration does not say."""
+        return int(self.model["config"].get("vocab_size") or 0)
+
 
 def parameters_digest(parameters: Parameters) -> str:
     return files.digest_of(files.canonical_json(parameters.model_dump(mode="json")).encode())
@@ -190,13 +196,17 @@ def in_run(folder: RunFolder, stored: Any) -> Any:
     return files.moved(stored, files.join(folder.uri, "prompts")) if is_reference else stored
 
 
+def _stored_parameters(content: dict[str, Any]) -> Parameters:
+    return Parameters.model_validate(content | {"optimizer": as_stored(content.get("optimizer", {}))})
+
+
 def read_record(uri: str, kind: Callable[..., _R]) -> _R:
     """A `kind` with parameters and provenance; ValueError when a newer milepost wrote it, or it is damaged."""
     content = files.read_json(uri)
     try:
         version, release = content.pop("schema_version", 1), content.pop("reader", "")
         if version <= SCHEMA_VERSION:
-            content["parameters"] = Parameters.model_validate(content.get("parameters"))
+            content["parameters"] = _stored_parameters(content.get("parameters"))
             content["provenance"] = Provenance(**content.get("provenance"))
             return kind(**content)
     except (AttributeError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ from milepost.storage import attempts, checkpoints, files, purges, retention, ru
 from milepost.storage.batch_plan import batch_plan
 from milepost.storage.carried import round_size
 from milepost.storage.evaluated import evaluated
+from milepost.storage.micro_batches import packing_rules
 from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
 from milepost.storage.parent import course_of, parent_run
@@ -65,8 +66,10 @@ def verify(folder: RunFolder, *, workers: int | None = None, advance: Advance | 
         _add_purges(result, folder)
         return result
     if taught(record):
-        learnt = [check_learnt(folder, step) for step in stored_steps(folder)]
+        packing = packing_rules(record.parameters.model, record.parameters.perf)
+        learnt = [check_learnt(folder, step, packing) for step in stored_steps(folder)]
         _add_own_kind(result, learnt, "" if came_of(folder) else f"it has not ended: {go_on_with(folder)}")
+        _add_purges(result, folder)
         return result
     facts = _facts(folder, record)
     steps = stored_steps(folder)
@@ -136,7 +139,8 @@ def _settings(parameters: Parameters) -> Settings:
     data = parameters.data
     plan = batch_plan(parameters)
     size = round_size(parameters, plan.rollout_batch_size)
-    return Settings(plan, data.seed, data.shuffle, parameters.filter.on_too_few, size)
+    packing = packing_rules(parameters.model, parameters.perf)
+    return Settings(plan, data.seed, data.shuffle, parameters.filter.on_too_few, size, packing)
 
 
 def check_steps(facts: RunFacts, steps: list[int]) -> list[StepFindings]:

@@ -1,8 +1,11 @@
-"""Parameters of what is watched while a run goes on: bounds on metrics, when it stops early, and what it tells of."""
+"""Parameters of what is watched while a run goes on: bounds on metrics, when it stops early, and what it tells of.
 
-from typing import Literal, Self
+A run also checks itself: what can only be so if the system is sound.
+"""
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from milepost.storage.section import Section
 
@@ -52,3 +55,22 @@ class AlertSection(Section):
 
     bounds: list[Bound] = []
     """Bounds on metrics, as in `stop`: each tells of it once whenever it comes to be crossed."""
+
+
+class CheckSection(Section):
+    """What a run holds of itself at every step. A violation stops it, with the numbers, and nothing of it is committed.
+
+    There are as many log-probabilities, mask entries and advantages as tokens, and batches are as large as planned. A
+    reference that has the policy's weights has its log-probabilities. In the first optimizer step after old ones were
+    recomputed the mean ratio is 1, to 1e-4 in float32 and 0.05 in bfloat16, and where the clip range is wider than that
+    no token is clipped, or 1 % in bfloat16. Trainer and rollout engine agree.
+    """
+
+    enabled: bool = True
+    """Off checks nothing of this."""
+    max_logprob_difference: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """How far the log-probabilities of trainer and rollout engine may be apart, as the mean of a step's trained tokens.
+
+    It is held where all samples are of the current weights and old log-probabilities are recomputed. It was below 1e-5
+    in float32 on a CPU, and 0.0066 for a model of 1.7 billion parameters in bfloat16 with SGLang.
+    """

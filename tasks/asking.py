@@ -12,7 +12,7 @@ from milepost.storage.text import from_json, to_json
 from milepost.storage.tombstones import TOMBSTONE
 from milepost.tasks.carried import Earlier, go_on
 from milepost.tasks.rollouts import RolloutFunction, RolloutParams
-from milepost.tasks.samples import Prompt, Sample, invalid, row, unasked
+from milepost.tasks.samples import LOST_TOKENS, REFILLED, Prompt, Sample, invalid, row, unasked
 from milepost.tasks.sampling import Sampling, sampling_seed
 from milepost.tasks.tools import Toolbox
 
@@ -46,9 +46,9 @@ class Asking:
         rows = await self._rows_once(prompt, sample_id, before, 0)
         while refills < self.sampling.refills and _is_lost(rows) and not self.stop.is_set():
             refills += 1
-            lost_tokens += _tokens(rows) - (len(before.sample.token_ids) if before else 0)
+            lost_tokens += _generated(rows, before)
             rows = await self._rows_once(prompt, sample_id, before, refills)
-        return [_told(rows[0], refills=refills, lost_tokens=lost_tokens), *rows[1:]] if refills else rows
+        return [_told(rows[0], {REFILLED: refills, LOST_TOKENS: lost_tokens}), *rows[1:]] if refills else rows
 
     def _names(self, sample_id: str, refill: int) -> dict[str, Any]:
         drawn = f"{sample_id}+{refill}" if refill else sample_id
@@ -86,10 +86,12 @@ def _is_lost(rows: Rows) -> bool:
     return any(found["status"] in _LOST for found in rows)
 
 
-def _tokens(rows: Rows) -> int:
-    return sum(len(found["response_token_ids"]) for found in rows)
+def _generated(rows: Rows, before: Earlier | None) -> int:
+    """Tokens of rows that are not of `before`; an invalid one has none of that."""
+    count = sum(len(found["response_token_ids"]) for found in rows)
+    return count - len(before.sample.token_ids) if before and rows[0]["status"] != "invalid" else count
 
 
-def _told(found: dict[str, Any], **said: Any) -> dict[str, Any]:
+def _told(found: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     """The row with more in its metadata."""
     return found | {"metadata": to_json({**from_json(found["metadata"]), **said})}

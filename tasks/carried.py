@@ -15,7 +15,7 @@ from milepost.storage.schema import PROMPTS
 from milepost.storage.tables import TableRef, concat, read_table, with_columns
 from milepost.storage.text import from_json, unescape
 from milepost.tasks.rollouts import RolloutFunction, RolloutParams
-from milepost.tasks.samples import Prompt, Sample
+from milepost.tasks.samples import LOST_TOKENS, REFILLED, Prompt, Sample
 
 CUT_CHARACTER = "\ufffd"
 
@@ -99,6 +99,8 @@ def earlier_samples(carried: Carried, groups: Iterable[str]) -> dict[str, Earlie
 
 
 def _stored_sample(row: dict[str, Any]) -> Sample:
+    """As it is stored, but for what the step that stored it has lost: that was counted there."""
+    metadata = from_json(row["metadata"])
     return Sample(
         response=unescape(row["response"], row["response_escaped"]),
         token_ids=row["response_token_ids"],
@@ -108,7 +110,7 @@ def _stored_sample(row: dict[str, Any]) -> Sample:
         first_version=WeightVersion(row["weight_version_min"], row["weights_digest"]),
         last_version=WeightVersion(row["weight_version_max"], row["weights_digest"]),
         turns=row["turns"],
-        metadata=from_json(row["metadata"]),
+        metadata={name: value for name, value in metadata.items() if name not in (REFILLED, LOST_TOKENS)},
     )
 
 

@@ -15,14 +15,16 @@ from milepost.storage.tables import TableRef, read_table
 from milepost.tasks.filter import filter_rollouts, is_trained
 from milepost.tasks.filters import kept_groups
 from milepost.tasks.generate import Shard
-from milepost.tasks.optimize import batch_refs, optimize_policy
+from milepost.tasks.optimize import batch_refs, optimize_policy, stored_results
 from milepost.tasks.score import score_rollouts
+from milepost.tasks.staleness import oldest_version
+from milepost.tasks.update import Update
 
 # Those before need rollout engines, and draw anew.
 REPLAYED: tuple[Stage, ...] = ("score", "filter", "optimize")
 
 # Of an optimizer step: how long it took, which is another number each time.
-TIMINGS = {"seconds", "tokens_per_second"}
+TIMINGS = {"seconds", "tokens_per_second", "tflops", "mfu"}
 
 Tables = dict[Slot, TableRef]
 
@@ -34,12 +36,16 @@ def stages_from(first: Stage, course: Course) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A finished step: its manifest, what it committed, and the parameters it is to be run with."""
+    """A finished step: its manifest, what it committed, and the parameters it is to be run with.
+
+    `before` counts the steps that the run's trainer had taken before the first of the run.
+    """
 
     store: StepStore
     manifest: StepManifest
     commits: dict[Slot, Commit]
     parameters: Parameters
+    before: int = 0
 
     @property
     def version_in(self) -> WeightVersion:
@@ -48,6 +54,11 @@ class StoredStep:
     @property
     def plan(self) -> BatchPlan:
         return batch_plan(self.parameters)
+
+    def oldest(self, shard: Shard) -> int | None:
+        """See `oldest_version`."""
+        most = self.parameters.off_policy.max_staleness
+        return oldest_version(self.store, shard, version=self.manifest.version_in, max_staleness=most)
 
     def rollouts(self, stage: str) -> Tables:
         """The tables of every shard of a stage, in the order of rounds and shards."""
@@ -97,7 +108,9 @@ async def run_again(
             shards[_same_shard(slot, "score")] = scored
     if "filter" in stages:
         for slot, ref in given("filter").items():
-            filtered = filter_rollouts(ref, _shard(slot), stored.parameters.filter, store=target)
+            filtered = filter_rollouts(
+                ref, _shard(slot), stored.parameters.filter, store=target, oldest=stored.oldest(_shard(slot))
+            )
             shards[_same_shard(slot, "filter")] = filtered.rollouts
     if trainer is None or "optimize" not in stages:
         return Replayed(shards)
@@ -106,8 +119,7 @@ async def run_again(
     trained = is_trained(groups, stored.plan.rollout_batch_size, stored.parameters.filter)
     optimized = await optimize_policy(
         filtered if trained else [],
-        stored.parameters.algorithm,
-        stored.plan,
+        Update.of(stored.parameters, stored.before),
         weight_version=str(stored.version_in),
         engine=trainer,
         store=target,
@@ -130,8 +142,7 @@ def kept(stored: StoredStep) -> Replayed:
     commit = stored.commits.get(Slot("optimize"))
     if commit is None:
         return Replayed(shards)
-    results = [UpdateResult(**result) for result in commit.record["results"]]
-    return Replayed(shards, batch_refs(commit), results, is_optimized=True)
+    return Replayed(shards, batch_refs(commit), stored_results(commit), is_optimized=True)
 
 
 def compare_stage(stage: Stage, stored: StoredStep, replayed: Replayed, *, tolerance: float) -> Comparison:
@@ -151,9 +162,11 @@ def compare_stage(stage: Stage, stored: StoredStep, replayed: Replayed, *, toler
     pairs = [(f"batch {at}", *pair) for at, pair in enumerate(zip(refs, replayed.batches, strict=True))]
     found = _compare_refs(stored, pairs, tolerance)
     for at, (result, now_result) in enumerate(zip(commit.record["results"], replayed.results, strict=True)):
-        numbers = _numbers(result["applied"], result["metrics"]), _numbers(now_result.applied, now_result.metrics)
+        was, now = _numbers(result["applied"], result["metrics"]), _numbers(now_result.applied, now_result.metrics)
+        both = was.keys() & now.keys()  # another Milepost measured more, or less
+        was, now = ({name: numbers[name] for name in both} for numbers in (was, now))
         found = found.then(
-            compare_numbers(f"optimizer step {at} of step {stored.store.step}", *numbers, tolerance=tolerance)
+            compare_numbers(f"optimizer step {at} of step {stored.store.step}", was, now, tolerance=tolerance)
         )
     return found
 

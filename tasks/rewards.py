@@ -123,6 +123,10 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
         for option in sorted(set(options) - set(takes)):
             hint = nearest(option, takes)
             raise ValueError(f"reward {name!r} has no option {option!r}{hint} it takes {signature}") from None
+        required = [key for key in takes if signature.parameters[key].default is inspect.Parameter.empty]
+        missing = [key for key in required if key not in options]
+        if missing:
+            raise ValueError(f"reward {name!r} lacks a value for {missing}: give it in the reward's options") from None
         raise ValueError(f"reward {name!r} takes {signature}, not a sample and {dict(options)}") from error
 
 

@@ -43,6 +43,9 @@ class Sample:
             )
 
 
+REFILLED, LOST_TOKENS = "refills", "lost_tokens"
+"""In the metadata of a sample that was asked for again: how often, and the tokens that the step generated in vain."""
+
 STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 _NEVER = WeightVersion(0, "")

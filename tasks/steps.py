@@ -1,5 +1,6 @@
 """What a step was, computed from its tables: metrics, prompt accounting, and the manifest that closes it."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,17 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import read_table
-from milepost.tasks.generate import REUSED_TOKENS
+from milepost.tasks.generate import ENGINE_WORK, REUSED_TOKENS
+
+# How fast the trainer was, under Miles' names; what it learnt is under train/.
+SPEED = {
+    "tokens_per_second": "perf/actor_train_tok_per_s",
+    "tflops": "perf/actor_train_tflops",
+    "mfu": "perf/actor_train_mfu",
+    "micro_batches": "perf/micro_batches",
+    "packing_efficiency": "perf/packing_efficiency",
+    "imbalance": "perf/imbalance",
+}
 
 
 @dataclass(frozen=True)
@@ -28,15 +39,17 @@ class StepOutcome:
 
 
 def update_metrics(results: list[UpdateResult]) -> dict[str, float]:
-    """Means over the optimizer steps of a step, and how many of them were skipped."""
+    """Means over the optimizer steps of a step, under the names they are shown by, and how many were skipped.
+
+    A batch without a token to train is none that was skipped: nothing went wrong with it.
+    """
     names = sorted({name for result in results for name in result.metrics})
-    means = {
-        f"train/{name}": float(np.mean([result.metrics[name] for result in results if name in result.metrics]))
-        for name in names
-    }
+    found = {name: [result.metrics[name] for result in results if name in result.metrics] for name in names}
+    means = {SPEED.get(name, f"train/{name}"): float(np.mean(values)) for name, values in found.items()}
     return means | {
         "train/optimizer_steps": float(sum(result.applied for result in results)),
-        "train/skipped_steps": float(sum(not result.applied for result in results)),
+        "train/skipped_steps": float(sum(not (result.applied or result.is_empty) for result in results)),
+        "train/empty_batches": float(sum(result.is_empty for result in results)),
     }
 
 
@@ -52,6 +65,14 @@ def stage_seconds(store: StepStore) -> dict[str, float]:
 def reused_tokens(store: StepStore) -> int:
     """Tokens of this step's samples that the step before has generated."""
     return sum(commit.record.get(REUSED_TOKENS, 0) for commit in store.commits())
+
+
+def engine_work(store: StepStore) -> dict[str, float]:
+    """The sums of what the engines say of their work in this step; see EngineWork."""
+    sums: Counter[str] = Counter()
+    for commit in store.commits():
+        sums.update(commit.record.get(ENGINE_WORK, {}))
+    return dict(sums)
 
 
 def served_groups(store: StepStore) -> list[str]:

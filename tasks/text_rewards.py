@@ -24,8 +24,9 @@ def regex(sample: Sample, *, pattern: str = "", search: bool = False, ignore_cas
     A pattern that backtracks for ever ends with the grader's deadline.
     """
     source = pattern or sample.label
-    if not isinstance(source, str) or not source:
-        raise ValueError(f"the pattern is {source!r}: set the option 'pattern', or give a regular expression as label")
+    problem = regex_label_problem(source)
+    if problem:
+        raise ValueError(f"the pattern is {source!r}: {problem}")
     compiled = re.compile(source, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
     match = compiled.search(sample.response) if search else compiled.fullmatch(sample.response.strip())
     return Verdict(float(match is not None), extracted=match.group(0) if match else None)
@@ -46,7 +47,7 @@ def regex_label_problem(label: Any, options: Any = None) -> str:
     try:
         re.compile(source)
     except re.error as error:
-        return f"{source!r} is no regular expression ({error}), escape what is meant literally"
+        return f"it is no regular expression ({error}), escape what is meant literally"
     return ""
 
 

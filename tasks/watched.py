@@ -14,7 +14,7 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
 from milepost.storage.watched import AlertSection, Bound, StopSection
 
-STEP_METRICS = ("rollout/", "train/", "time/", "sync/")
+STEP_METRICS = ("rollout/", "train/", "mismatch/", "time/", "sync/")
 
 
 @dataclass(frozen=True)

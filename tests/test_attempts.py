@@ -1,13 +1,16 @@
 """What a resumed run may change, and that nothing of how it began is lost."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from milepost.flows.parents import going_on
 from milepost.storage import attempts, runs
+from milepost.storage.batch_plan import with_decay_steps
 from milepost.storage.parameters import CheckpointSection, DataSection, Parameters
 from milepost.storage.runs import RunFolder
-from milepost.storage.training import OptimizerSection
+from milepost.storage.training import AlgorithmSection, OptimizerSection
 
 from .test_runs import record
 
@@ -42,6 +45,17 @@ def test_another_learning_rate_is_refused_with_both_values_and_records_nothing(f
     with pytest.raises(ValueError, match=r"optimizer\.lr was 1e-06 .* is 2e-06 now: .*--allow-change optimizer\.lr"):
         attempts.begin(folder, changed, steps=3)
     assert attempts.attempts(folder) == []
+
+
+def test_a_run_that_is_given_more_steps_keeps_the_end_of_its_learning_rate() -> None:
+    knobs = AlgorithmSection(global_batch_size=4, num_steps_per_rollout=2)
+    sections = {"data": DataSection(rollout_batch_size=2), "algorithm": knobs}
+    given = parameters(**sections, optimizer=OptimizerSection(schedule="cosine"))
+    begun = replace(record(), parameters=with_decay_steps(given, 3))
+    assert begun.parameters.optimizer.decay_steps == 6
+    assert attempts.changes(begun.parameters, going_on(given, replace(begun, steps=9))) == {}
+    constant = replace(record(), parameters=parameters(**sections), steps=9)
+    assert going_on(given, constant).optimizer.decay_steps == 18
 
 
 def test_a_change_that_is_allowed_is_recorded(folder: RunFolder) -> None:

@@ -71,6 +71,7 @@ def test_an_unknown_key_offers_the_nearest() -> None:
         ("filter.group=nozero", ["'nozero'"]),
         ("algorithm.advantage=grop", ["'grop'", "did you mean 'grpo'"]),
         ("algorithm.loss=ppo", ["'ppo'"]),
+        ("algorithm.tau_positive=2", ["'ppo_clip'", "tau_positive, which is 2.0", "sapo"]),
         ("rollout.function=no_mod:fn", ["no_mod"]),
         ("model.tensor_parallel=3", ["3"]),
         ("rollout.max_new_tokens=64", ["64"]),

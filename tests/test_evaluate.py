@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.storage.parameters import EvalSet, Parameters, RewardSection
-from milepost.tasks.evaluate import greedy, set_plan
+from milepost.storage.provenance import provenance
+from milepost.storage.runs import RunRecord
+from milepost.tasks.evaluate import greedy, set_plan, set_plans
 from milepost.tasks.intervals import wilson
 from milepost.tasks.sampling import Sampling
 
@@ -53,3 +55,12 @@ def test_a_set_has_sampling_and_reward_of_its_own() -> None:
     found = set_plan(1, EvalSet(path="held.jsonl", name="held", **own), Parameters())
     assert (found.sampling.n_samples_per_prompt, found.sampling.params["temperature"]) == (4, 0.6)
     assert (found.sampling.params["max_new_tokens"], found.reward.name, found.shards(65)) == (9, "exact", 2)
+
+
+def test_ids_of_an_evaluation_are_held_against_the_models_vocabulary_like_those_of_training() -> None:
+    model = {"folder": "model", "config": {"vocab_size": 19}}
+    record = RunRecord("run", 1, Parameters(), "", provenance(), {}, model)
+    sets = [EvalSet(path="a.jsonl", name="a"), EvalSet(path="b.jsonl", name="b", temperature=0.5)]
+    plans = set_plans(sets, record.parameters, record)
+    assert [plan.sampling.vocabulary for plan in plans] == [19, 19]
+    assert not any("vocabulary" in plan.sampling.identity() for plan in plans)  # what was stored before is found

@@ -19,6 +19,8 @@ DAPO = [
     ("Answer: $x = y = 7$", "7", 1),
     ("Answer: 3\nno, Answer: 4", "4", 1),
     ("Answer: 4\nno, Answer: 3", "4", -1),
+    ("Answer: 4, no, answer: 3", "3", 1),
+    ("Answer: 4, no, answer: 3", "4", -1),
     ("Answer: 0.5", "0.5", 1),
     ("Answer: 0.5", "1/2", 1),
     ("Answer: \\frac{1}{2}", "0.5", 1),

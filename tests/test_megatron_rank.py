@@ -16,14 +16,18 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from milepost.engines import megatron_world
+from milepost.engines.losses import get_loss
+from milepost.engines.megatron_batch import loss_columns, micro_batch, trained_samples
 from milepost.engines.megatron_checkpoint import DamagedCheckpoint
 from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import compile_layers
 from milepost.engines.megatron_rank import MegatronRank
+from milepost.engines.megatron_step import denominators
 from milepost.engines.protocols import UpdateParams
 from milepost.engines.train_actors import TrainSetup
 from milepost.storage import checkpoints
 from milepost.storage.checkpoints import CheckpointRef
+from milepost.storage.micro_batches import MicroBatches, micro_batches, packing_rules, trained_lengths
 from milepost.storage.parameters import ModelSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS, from_rows
@@ -43,7 +47,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
     model.save_pretrained(folder)
-    optimizer = OptimizerSection(lr=1e-2, schedule="warmup", warmup_steps=2)
+    optimizer = OptimizerSection(lr=1e-2, warmup_steps=2)
     return TrainSetup(str(folder), ModelSection(), optimizer, PerfSection(train_threads=1), 0.8, 0)
 
 
@@ -174,6 +178,23 @@ def test_rows_without_a_trained_token_change_nothing(ranks: Ranks, tmp_path: Pat
     ]
 
 
+def test_a_batch_without_a_token_to_train_is_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    rank = ranks.start()
+    before, masks = digest(rank, tmp_path), rollouts()["loss_mask"].to_pylist()
+    result = rank.step(write(tmp_path, loss_mask=[[0] * len(mask) for mask in masks]), UPDATE, "a")
+    assert (result.applied, result.optimizer_step, result.is_empty) == (False, 0, True)
+    assert digest(rank, tmp_path) == before
+    assert rank.step(write(tmp_path), UPDATE, "b").optimizer_step == 1
+
+
+def test_a_step_says_how_its_batch_was_cut(ranks: Ranks, tmp_path: Path) -> None:
+    perf = PerfSection(train_threads=1, max_tokens_per_micro_batch=40, balance="flops")
+    result = ranks.start(perf=perf).step(write(tmp_path), UPDATE, "a")
+    cut, lengths = MicroBatches.parse(result.micro_batches), trained_lengths(rollouts())
+    assert cut == micro_batches(lengths, packing_rules(ModelSection(), perf), cut.cost) and cut.cost[1] > 0
+    assert cut.metrics(lengths).items() <= result.metrics.items() and len(cut.rows[0]) > 1
+
+
 def test_a_key_is_applied_once(ranks: Ranks, tmp_path: Path) -> None:
     rank = ranks.start()
     first, before = rank.step(write(tmp_path), UPDATE, "a"), digest(rank, tmp_path)
@@ -190,6 +211,31 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(ranks: Ranks, tmp_pa
     assert (result.applied, result.optimizer_step) == (False, 0)
     assert digest(rank, tmp_path) == before
     assert rank.step(write(tmp_path), UPDATE, "b").applied
+
+
+def test_entropy_is_measured_when_asked_for_and_changes_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
+    """The weights are random, so that the distributions are close to uniform."""
+    shown = [ranks.start().step(write(tmp_path), UpdateParams("ppo_clip", {"log_entropy": on}), "a") for on in (0, 1)]
+    assert "entropy" not in shown[0].metrics
+    assert shown[1].metrics["entropy"] == pytest.approx(np.log(VOCAB), rel=0.02)
+    assert [shown[0].metrics[name] for name in ("loss", "grad_norm")] == [
+        shown[1].metrics[name] for name in ("loss", "grad_norm")
+    ]
+
+
+def test_a_loss_that_is_not_built_in_is_called_with_its_options(ranks: Ranks, tmp_path: Path) -> None:
+    params = {"aggregation": "token_mean", "factor": 3.0}
+    metrics = ranks.start().step(write(tmp_path), UpdateParams("tests.losses_for_tests:squared", params), "a").metrics
+    assert metrics["loss"] == pytest.approx(3 * metrics["squared"])
+
+
+def test_importance_weights_are_of_all_samples_or_of_none(ranks: Ranks, tmp_path: Path) -> None:
+    weights: list[Any] = [[0.0] * len(row) for row in rollouts()["loss_mask"].to_pylist()]
+    rank = ranks.start()
+    rejected = rank.step(write(tmp_path, importance_weights=weights), UPDATE, "a")
+    assert (rejected.metrics["loss"], rejected.metrics["grad_norm"]) == (0.0, 0.0)
+    with pytest.raises(ValueError, match="7 of 8 samples have importance_weights: fill all of them or none"):
+        rank.step(write(tmp_path, importance_weights=[None, *weights[1:]]), UPDATE, "b")
 
 
 def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, run: RunFolder) -> None:
@@ -266,6 +312,53 @@ def test_a_checkpoint_without_a_part_of_the_state_is_refused(
     assert digest(rank, Path(run.uri)) == before
 
 
+def reference(rank: MegatronRank, folder: Path) -> list[list[float]]:
+    found = rank.logprobs(write(folder), "reference", str(folder / "filled"))
+    assert found is not None
+    return read_table(found)["ref_logprobs"].to_pylist()
+
+
+def test_a_reference_of_its_own_answers_from_the_start_and_must_be_the_same_later(
+    ranks: Ranks, run: RunFolder, tmp_path: Path
+) -> None:
+    rank = ranks.start()
+    for key in ("a", "b"):
+        rank.step(write(tmp_path), UPDATE, key)
+    other = rank.weights(str(tmp_path / "other"), 2)
+    trained = read_table(rank.logprobs(write(tmp_path), "policy", str(tmp_path / "filled")))["old_logprobs"].to_pylist()
+    rank = ranks.start(reference_dir=other.uri)
+    before = rank.digest()
+    assert reference(rank, tmp_path) == reference(rank, tmp_path) == trained
+    assert rank.digest() == before != other.version.digest
+    checkpoint = saved(rank, run, 0)
+    rank = ranks.start(reference_dir=other.uri)
+    rank.restore(checkpoint)
+    with pytest.raises(ValueError, match="has the reference weights .*: give model.path the model"):
+        ranks.start().restore(checkpoint)
+
+
+def test_a_renewed_reference_is_kept_with_the_checkpoint_and_is_the_same_after_it(
+    ranks: Ranks, run: RunFolder, tmp_path: Path
+) -> None:
+    rank = ranks.start()
+    for key in ("a", "b"):
+        rank.step(write(tmp_path), UPDATE, key)
+    rank.renew_reference("2-x")
+    renewed = reference(rank, tmp_path)
+    rank.step(write(tmp_path), UPDATE, "c")
+    rank.renew_reference("2-x")  # once more, by a stage that is repeated
+    version = rank.digest()
+    checkpoint = saved(rank, run, 3)
+    assert reference(rank, tmp_path) == renewed and rank.digest() == version
+    rank = ranks.start()
+    began = reference(rank, tmp_path)
+    rank.restore(checkpoint)
+    assert reference(rank, tmp_path) == renewed != began
+    assert rank.digest() == version
+    rank.renew_reference("3-x")
+    assert reference(rank, tmp_path) != renewed
+
+
 @pytest.mark.parametrize("lost", ["optimizer_steps", "last", "optimizer_format"])
 def test_a_checkpoint_that_does_not_say_where_it_is_is_refused(lost: str, ranks: Ranks, run: RunFolder) -> None:
     rank = ranks.start()
@@ -282,7 +375,7 @@ def test_a_checkpoint_of_another_start_is_refused(ranks: Ranks, run: RunFolder, 
     rank.step(write(tmp_path), UPDATE, "a")
     rank.step(write(tmp_path), UPDATE, "b")
     checkpoint, moved = saved(rank, run, 2), rank.weights(str(tmp_path / "moved"), 2)
-    with pytest.raises(ValueError, match="was trained from weights .*: give model.path the model it was trained from"):
+    with pytest.raises(ValueError, match="has the reference weights .*: give model.path the model it was trained with"):
         ranks.start(model_dir=moved.uri).restore(checkpoint)
 
 
@@ -306,6 +399,29 @@ def test_bfloat16_trains_with_float32_master_weights(ranks: Ranks, tmp_path: Pat
     wanted = rank.step(write(tmp_path), UPDATE, "c").metrics["loss"]
     rank.restore(checkpoint)
     assert rank.step(write(tmp_path), UPDATE, "c").metrics["loss"] == wanted
+
+
+def gradients(rank: MegatronRank, table: pa.Table) -> list[torch.Tensor]:
+    """What the gradient buffer holds after all samples, each a micro-batch, and after each of them alone."""
+    samples = trained_samples(table, VOCAB)
+    cut = [micro_batch([sample], loss_columns(samples), torch.device("cpu"), packing=True) for sample in samples]
+    (buffer,), found = scratch_tensors(rank._optimizer), []
+    with rank._working():
+        for batches in (cut, *([batch] for batch in cut)):
+            rank._model.zero_grad_buffer()
+            rank._passes.gradients(batches, get_loss("ppo_clip"), {}, denominators(samples))
+            found.append(buffer.clone())
+    return found
+
+
+def test_gradients_of_bfloat16_add_up_in_float32(ranks: Ranks) -> None:
+    exact = gradients(ranks.start(), rollouts())[0]
+    found, *each = gradients(ranks.start(perf=PerfSection(train_threads=1, dtype="bfloat16")), rollouts())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.stack(each).double().sum(0).float(), rtol=1e-5, atol=1e-7)
+    narrow = sum((part.bfloat16() for part in each), torch.zeros_like(found).bfloat16()).float()
+    assert (found - exact).norm() < 0.02 * exact.norm()
+    assert (found - narrow).norm() > 1e-3 * exact.norm()  # a sum in bfloat16 would have lost this much
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from milepost.flows.artifacts import artifact_key
 from milepost.flows.report import lineage_links, write_report
-from milepost.flows.report_artifact import artifact_key, markdown
+from milepost.flows.report_artifact import markdown
 from milepost.flows.report_delivery import report_at_end
 from milepost.flows.report_figures import figures
 from milepost.flows.report_samples import ends
@@ -70,8 +71,8 @@ def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
 
 
 def test_a_run_has_a_key_of_its_own_in_prefect() -> None:
-    assert artifact_key("demo-1") == "report-demo-1"
-    keys = {artifact_key(run) for run in ("demo-1", "Demo-1", "demo.1", "demo_1")}
+    assert artifact_key("demo-1", "report") == "demo-1-report"
+    keys = {artifact_key(run, "report") for run in ("demo-1", "Demo-1", "demo.1", "demo_1")}
     assert len(keys) == 4 and all(re.fullmatch("[a-z0-9-]+", key) for key in keys)
 
 

@@ -9,7 +9,7 @@ import pytest
 from milepost.flows.results import evaluations
 from milepost.flows.sql import as_rows, query
 from milepost.flows.train import resume
-from milepost.storage import attempts, runs
+from milepost.storage import attempts, manifest, runs
 from milepost.storage.runs import RunFolder
 from milepost.storage.verify import verify
 
@@ -31,7 +31,8 @@ def test_what_was_generated_and_graded_is_not_asked_for_again(
     monkeypatch.setenv("MILEPOST_TEST_BREAK", str(fault))
     told = ["algorithm.advantage=breaks_in_step_one", "rollout.function=recorded_turn", "reward.name=recorded"]
     named = [word.replace("=", "=tests.rewards_for_tests:") for word in told]
-    chosen = parameters(model_dir, prompts(8), *named, f'reward.options={{"log": "{log}"}}')
+    compared = ["algorithm.kl_loss_coef=0.1", "reference.refresh_every_steps=2"]
+    chosen = parameters(model_dir, prompts(8), *named, *compared, f'reward.options={{"log": "{log}"}}')
     GENERATED.clear()
     fault.touch()
     with pytest.raises(RuntimeError, match="broken as told"):
@@ -44,6 +45,7 @@ def test_what_was_generated_and_graded_is_not_asked_for_again(
     assert verify(folder).faults == []
     fresh = trained("fresh", tmp_path, chosen, steps=STEPS)
     assert rows(folder) == rows(fresh) and len(rows(fresh)) == STEPS * 8
+    assert manifest.load(folder, 2).version_out == manifest.load(fresh, 2).version_out
 
 
 def test_a_run_that_ended_before_its_last_evaluation_makes_up_for_it(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from milepost.storage import manifest, runs
+from milepost.storage import files, manifest, runs
 from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import DataSection, Parameters
 from milepost.storage.provenance import installed_packages, provenance
@@ -20,6 +20,17 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     folder = runs.run_folder(str(tmp_path), "first")
     runs.create(folder, record())
     assert runs.load(folder) == record()
+
+
+def test_a_run_whose_constant_rate_did_not_warm_up_goes_on_as_it_was(tmp_path: Path) -> None:
+    folder = runs.run_folder(str(tmp_path), "first")
+    runs.create(folder, record())
+    content = files.read_json(folder.record)
+    for schedule, steps in (("constant", 0), ("warmup", 10)):
+        content["parameters"]["optimizer"] = {"lr": 1e-6, "schedule": schedule, "warmup_steps": 10}
+        files.publish_json(folder.record, content, overwrite=True)
+        found = runs.load(folder).parameters.optimizer
+        assert (found.schedule, found.warmup_steps) == ("constant", steps)
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:

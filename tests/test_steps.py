@@ -3,10 +3,12 @@
 import pytest
 
 from milepost.engines.protocols import UpdateResult
+from milepost.router.engine_work import EngineWork
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.tasks.optimize import batches, first_groups, skipped_in_a_row
-from milepost.tasks.rollout_metrics import dropped_groups, is_repetitive, rollout_metrics
+from milepost.tasks.rollout_metrics import dropped_groups, engine_metrics, is_repetitive, rollout_metrics
 from milepost.tasks.steps import update_metrics
+from milepost.tasks.verdict import failure_kind
 
 from .test_tables import rollout
 
@@ -61,6 +63,60 @@ def test_metrics_have_miles_names_where_they_mean_the_same() -> None:
     assert dropped_groups({"filtered: zero_std": 3, "trained": 1}) == {"rollout/dynamic_filter/drop_zero_std": 3.0}
 
 
+def test_samples_that_nothing_came_of_are_counted_by_what_went_wrong() -> None:
+    late, sad = '{"reason": "timeout"}', '{"reason": "I did not like it"}'
+    rows = [
+        sample("a", 0, kept=False, drop_reason="unscorable", verdict=late, status="truncated"),
+        sample("a", 1, kept=False, drop_reason="unscorable", verdict=late),
+        sample("a", 2, kept=False, drop_reason="unscorable", verdict=sad),
+        sample("a", 3, kept=False, drop_reason="unscorable"),
+        sample("a", 4, kept=False, drop_reason="aborted", verdict=late),
+        sample("b", 0, kept=False, drop_reason="zero_std", reward=1.0),
+        sample("b", 1, kept=True, reward=1.0),
+    ]
+    found = {name: value for name, value in rollout_metrics(table(*rows)).items() if "error_cat" in name}
+    assert found == {
+        "rollout/error_cat/aborted": 1.0,
+        "rollout/error_cat/timeout": 2.0,
+        "rollout/error_cat/unscorable": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("timeout", "timeout"),
+        ("error: ValueError: timeout: 5", "error"),
+        ("not finite: nan", "not_finite"),
+        ("label None is not an answer: give a number", "label"),
+        ("unreachable: 503 busy", "unreachable"),
+        ("math: undecidable; judge: refused: 401 no key", "refused"),
+        ("labelled otherwise", "unscorable"),
+        ("my crash", "unscorable"),
+    ],
+)
+def test_a_failure_is_of_one_of_a_few_kinds_whatever_its_words(reason: str, kind: str) -> None:
+    assert failure_kind(reason) == kind
+
+
+def test_what_an_engine_says_of_its_work_is_summed_and_what_none_says_is_no_metric() -> None:
+    work = EngineWork()
+    work.add("a", {"weight_version": "0-aa"})
+    assert engine_metrics(work.sums()) == {}
+    work.add("b", {"prompt_tokens": 10, "cached_tokens": 0})
+    assert engine_metrics(work.sums())["rollout/prefix_cache_hit_rate"] == 0.0
+    work.add("b", {"prompt_tokens": 20, "cached_tokens": 9})
+    drafted = {"spec_accept_rate": 0.5, "spec_verify_ct": 4, "completion_tokens": 10}
+    work.add("c", drafted | {"prompt_tokens": 10, "cached_tokens": 6})
+    work.add("d", {"spec_accept_rate": 1.0, "spec_verify_ct": 1, "completion_tokens": 5})
+    assert engine_metrics(work.sums()) == {
+        "rollout/prefix_cache_hit_rate": pytest.approx(15 / 40),
+        "rollout/avg_cached_tokens_per_sample": 7.5,
+        "rollout/spec_accept_rate": pytest.approx(0.6),
+        "rollout/spec_accept_length": 3.0,
+    }
+
+
 def test_a_long_response_that_says_one_thing_for_ever_is_repetitive() -> None:
     assert is_repetitive("yes " * 3000) and not is_repetitive("yes " * 100)
     assert not is_repetitive(" ".join(str(hash((number, 1))) for number in range(2000)))
@@ -68,7 +124,15 @@ def test_a_long_response_that_says_one_thing_for_ever_is_repetitive() -> None:
 
 def test_update_metrics_are_means_over_the_optimizer_steps() -> None:
     results = [UpdateResult("k0", True, 1, {"loss": 1.0}), UpdateResult("k1", False, 1, {"loss": 3.0})]
-    assert update_metrics(results) == {"train/loss": 2.0, "train/optimizer_steps": 1.0, "train/skipped_steps": 1.0}
+    speed = [UpdateResult("c", True, 1, {"tokens_per_second": 3.0, "mfu": 0.5})]
+    assert {"perf/actor_train_tok_per_s": 3.0, "perf/actor_train_mfu": 0.5}.items() <= update_metrics(speed).items()
+    counts = {"train/optimizer_steps": 1.0, "train/skipped_steps": 1.0, "train/empty_batches": 0.0}
+    assert update_metrics(results) == {"train/loss": 2.0} | counts
+
+
+def test_a_batch_without_a_token_to_train_is_counted_by_itself() -> None:
+    found = update_metrics([UpdateResult("k0", False, 0, {"samples": 0.0}), UpdateResult("k1", True, 1, {"loss": 1.0})])
+    assert (found["train/empty_batches"], found["train/skipped_steps"], found["train/loss"]) == (1.0, 0.0, 1.0)
 
 
 def test_only_the_first_groups_with_a_kept_sample_are_trained() -> None:

@@ -187,9 +187,13 @@ def test_a_full_disk_stops_the_run_in_one_sentence_and_leaves_nothing_half_writt
         assert all(read_table(ref).num_rows == ref.rows for ref in commit.tables.values())
 
 
-def test_a_grader_that_hangs_or_raises_costs_only_its_samples(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
+def test_a_part_of_a_reward_that_hangs_or_raises_costs_only_its_samples(
+    tmp_path: Path, model_dir: str, prompts: Prompts
+) -> None:
     """Of 40 samples 5 % hang and 5 % raise."""
-    bad = ["reward.name=tests.rewards_for_tests:hang_or_raise", "reward.timeout_seconds=0.5", "reward.workers=2"]
+    one, other = "tests.rewards_for_tests:hang_or_raise", "tests.rewards_for_tests:parity"
+    parts = json.dumps([{"name": one}, {"name": other, "weight": 0.5}])
+    bad = [f"reward.parts={parts}", "reward.timeout_seconds=0.5", "reward.workers=2"]
     size = ["data.rollout_batch_size=20", "data.shuffle=false"]
     folder = trained("graders", tmp_path, parameters(model_dir, prompts(20), *bad, *size), steps=1)
     asked = "select verdict->>'reason' as reason, count(*) from rollouts where reward is null group by 1 order by 1"
@@ -198,6 +202,10 @@ def test_a_grader_that_hangs_or_raises_costs_only_its_samples(tmp_path: Path, mo
     assert [(reason.split(":")[0], count) for reason, count in rows] == [("error", 2), ("timeout", 2)]
     closed = manifest.load(folder, 0)
     assert (closed.metrics["rollout/unscorable"], closed.accounting["served"]) == (4, 20)
+    assert [closed.metrics[f"rollout/error_cat/{kind}"] for kind in ("error", "timeout")] == [2, 2]
+    sums = f"select reward, rewards['{one}'], rewards['{other}'], response from rollouts where kept"
+    for reward, whole, half, response in as_rows(query([folder], sums))[1]:
+        assert (whole, half, reward) == (1.0, len(response) % 2, 1.0 + 0.5 * half)
 
 
 def test_the_report_shows_every_step(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:

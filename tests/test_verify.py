@@ -78,6 +78,14 @@ def test_a_flipped_byte_is_found_in_every_table(made: MadeRun, name: str) -> Non
     assert fault.file == str(table) and "was written" in fault.problem and "copy" in fault.fix
 
 
+def test_micro_batches_that_lack_a_sample_are_named(made: MadeRun) -> None:
+    """Neither a digest nor a manifest covers what a trainer said of them."""
+    commit = made.step(2) / "journal" / "optimize-r0.json"
+    rewrite(commit, lambda content: content["record"]["results"][1]["micro_batches"].update(rows=[["0 2"]]))
+    fault = only(verify(made.folder))
+    assert (fault.file, fault.problem) == (str(commit), "micro-batches of batch 1 lack row 1")
+
+
 def test_a_missing_table_is_named(made: MadeRun) -> None:
     table = made.table(1, "filter-r0-s000")
     table.unlink()

@@ -31,6 +31,7 @@ from milepost.tasks.optimize import optimize_policy
 from milepost.tasks.sample import sample_prompts
 from milepost.tasks.score import score_rollouts
 from milepost.tasks.sync import sync_weights
+from milepost.tasks.update import Update
 
 Step = Callable[[str, str, int, Position], Awaitable[Position]]
 
@@ -63,8 +64,7 @@ async def plain_step(root: str, run: str, step: int, start: Position) -> Positio
     collected = Collected([part.rollouts for part in filtered], sampled.cursor, train=True)
     optimized = await optimize_policy.fn(
         collected.shards,
-        context.parameters.algorithm,
-        context.plan,
+        Update.of(context.parameters),
         weight_version=str(context.version),
         engine=context.fleet.trainer,
         store=context.store,

@@ -14,6 +14,7 @@ from milepost.storage.accounting import accounting
 from milepost.storage.batch_plan import batch_plan
 from milepost.storage.checkpoints import CheckpointRef
 from milepost.storage.journal import Slot, StepStore
+from milepost.storage.micro_batches import micro_batches, packing_rules, trained_lengths
 from milepost.storage.parameters import Parameters
 from milepost.storage.prompt_mixture import Share, serve, shares_entry
 from milepost.storage.prompt_order import Cursor, prompt_table
@@ -201,12 +202,24 @@ def _optimize(store: StepStore, parameters: Parameters, filtered: list[pa.Table]
     slot = Slot("optimize")
     key = store.key(slot, [], {})
     results = [
-        {"key": f"{key}-{number:03d}", "applied": True, "optimizer_step": 2 * store.step + number + 1, "metrics": {}}
-        for number in range(len(parts))
+        {
+            "key": f"{key}-{number:03d}",
+            "applied": True,
+            "optimizer_step": 2 * store.step + number + 1,
+            **_cut(part, parameters),
+        }
+        for number, part in enumerate(parts)
     ]
     named = {f"batch-{number:03d}": part for number, part in enumerate(parts)}
     _commit(store, slot, named, ROLLOUTS, record={"results": results})
     return set(table["group_id"].to_pylist())
+
+
+def _cut(part: pa.Table, parameters: Parameters) -> dict[str, Any]:
+    """What a trainer says of how it cut a batch."""
+    lengths = trained_lengths(part)
+    cut = micro_batches(lengths, packing_rules(parameters.model, parameters.perf))
+    return {"metrics": cut.metrics(lengths), "micro_batches": cut.to_json()}
 
 
 def _close(made: MadeRun, store: StepStore, cursor: Cursor, counts: dict[str, int]) -> None:

@@ -18,15 +18,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from kernel_times import kernel_times, operator_table, wait
-from made_trainer import SIZES, VARIANTS, Trainer, flops
+from made_trainer import SIZES, VARIANTS, Trainer
 from torch._dynamo.utils import counters
 
 from milepost.engines import megatron_world
 from milepost.engines.cpu_shim import CpuRngTracker
+from milepost.engines.flops import PEAKS, training_flops
 from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
 from milepost.storage.training import PerfSection
 
-PEAK_FLOPS = 989e12
+PEAK_FLOPS = PEAKS["H200"]
 CASES = ["1 x 2,048", "1 x 8,192", "8,192 of about 512", "16,384 of about 512"]
 PROFILED = CASES[2]
 Move = dict[str, float | str]
@@ -108,7 +109,7 @@ def measure(trainer: Trainer, case: str, arguments: argparse.Namespace) -> Row:
         case=case,
         micro_batches=count,
         tokens_per_second=count * sum(lengths) / step,
-        mfu=count * flops(trainer.config, lengths) / step / PEAK_FLOPS,
+        mfu=count * training_flops(trainer.shape, lengths) / step / PEAK_FLOPS,
         logprob_tokens_per_second=count * sum(lengths) / logprobs,
         logprob_over_step=step / logprobs,
         busy=kernels.seconds / alone,

@@ -20,7 +20,7 @@ from milepost.engines.megatron_model import (
     wrap_model,
 )
 from milepost.engines.megatron_step import Passes, denominators
-from milepost.engines.model_layout import parameter_count, read_shape
+from milepost.engines.model_layout import read_shape
 from milepost.storage.parameters import ModelSection
 from milepost.storage.training import OptimizerSection, PerfSection
 
@@ -74,16 +74,16 @@ class Trainer:
     """What MegatronRank is made of, with random weights, and without tables."""
 
     def __init__(self, size: str, perf: PerfSection, variant: str) -> None:
-        self.size, self.variant, self.config, self.perf = size, variant, hf_config(size), perf
+        self.size, self.variant, self.perf = size, variant, perf
         chosen = VARIANTS[variant]
-        shape, model = read_shape(self.config), ModelSection()
+        self.shape, model = read_shape(hf_config(size)), ModelSection()
         megatron_world.keep_to_loopback(cluster.LOOPBACK)
         store = megatron_world.open_store(cluster.LOOPBACK, 1)
         megatron_world.join_world(store, rank=0, world=1, model=model)
         megatron_world.seed_streams(0)
         if not chosen.deterministic:
             torch.use_deterministic_algorithms(False)
-        gpt = build_model(shape, model, perf)
+        gpt = build_model(self.shape, model, perf)
         compiled = chosen.compiled and torch.cuda.is_available()
         if compiled:
             compile_layers(gpt)
@@ -92,14 +92,14 @@ class Trainer:
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.gpt, self.model = gpt, wrap_model(gpt)
         self.optimizer = build_optimizer(self.model, OptimizerSection(), perf)
-        self.passes = Passes(self.model, shape, 1.0, compiled=compiled)
+        self.passes = Passes(self.model, self.shape, 1.0, compiled=compiled)
         self.parked = Parked()
 
     def micro_batches(self, lengths: list[int], count: int) -> tuple[list[Sample], list[MicroBatch]]:
         """`count` micro-batches of sequences of `lengths`, three quarters of each a response."""
         random, samples, batches = np.random.default_rng(0), [], []
         for _ in range(count):
-            made = [_sample(random, length, self.config["vocab_size"], len(samples)) for length in lengths]
+            made = [_sample(random, length, self.shape.vocab, len(samples)) for length in lengths]
             samples += made
             batches.append(micro_batch(made, loss_columns(made), device(), packing=self.perf.packing))
         return samples, batches
@@ -119,10 +119,3 @@ def _sample(random: np.random.Generator, length: int, vocab: int, row: int) -> S
     ones = np.ones(length + 1 - prompt, np.float32)
     columns = {"loss_mask": ones, "advantages": ones, "old_logprobs": -12 * ones}
     return Sample(row, str(row), tokens[:prompt], tokens[prompt:], columns)
-
-
-def flops(config: dict[str, Any], lengths: list[int]) -> float:
-    """Of forward and backward passes over sequences of `lengths`."""
-    width = config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
-    attention = sum(6 * length**2 * width for length in lengths)
-    return 6.0 * parameter_count(config) * sum(lengths) + attention
