@@ -101,7 +101,7 @@ def test_what_a_server_may_answer(served: Served, answer: Any, verdict: Verdict)
 def test_several_travel_in_one_request_where_that_is_asked_for(served: Served) -> None:
     served.answer = lambda body: (200, {"results": [sample["label"] for sample in body["samples"]]})
     assert [verdict.score for verdict in ask(served, 5, batch_size=2)] == [0, 1, 2, 3, 4]
-    assert [len(body["samples"]) for body in served.asked] == [2, 2, 1]
+    assert sorted(len(body["samples"]) for body in served.asked) == [1, 2, 2]  # they come in any order
     served.answer = lambda body: (200, [1.0])
     reasons = [verdict.reason for verdict in ask(served, 2, batch_size=2)]
     assert reasons == ["unparsable: '[1.0]' has not 2 results"] * 2
