@@ -65,7 +65,7 @@ def test_deploying_twice_changes_nothing_that_somebody_set_meanwhile(site: Site)
     [
         ("train/train", {"optimizer": {"lrr": 1}}, "'lrr' was unexpected"),
         ("train/train", {"optimizer": {"lr": -1}}, "less than or equal to the minimum"),
-        ("train/train", {"optimizer": {"schedule": "cosine"}}, "not one of"),
+        ("train/train", {"optimizer": {"schedule": "cosin"}}, "not one of"),
         ("train/train", {"model": {"path": 3}}, "not of type 'string'"),
         ("train/train", {"stepz": 3}, "'stepz' was unexpected"),
         ("resume/resume", {}, "'run' is a required property"),

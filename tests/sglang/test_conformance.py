@@ -267,7 +267,7 @@ print(json.dumps([whole, "".join(pieces), endpoint.get_model_name()]))
 
 
 @pytest.mark.parametrize("engine", ["sglang"], indirect=True)
-def test_clients_of_sglang_and_openai_see_no_router(engine: RolloutActor, model_dir: str, sglang_python: str) -> None:
+def test_clients_of_sglang_and_openai_see_no_router(engine: RolloutActor, sglang_python: str) -> None:
     asked: Any = {"model": "m", "prompt": "12+3=", "max_tokens": 6, "temperature": 0}
     with serve(build_app([engine.url()], policy="cache_aware")) as url:
         command = [sglang_python, "-c", CLIENT, url]
@@ -277,5 +277,6 @@ def test_clients_of_sglang_and_openai_see_no_router(engine: RolloutActor, model_
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
             completion = client.completions.create(**asked).choices[0].text
             pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
-    assert (whole, streamed, model) == (completion, completion, model_dir)
+        served = httpx.get(f"{engine.url()}/get_model_info", trust_env=False).json()["model_path"]
+    assert (whole, streamed, model) == (completion, completion, served)
     assert "".join(pieces) == completion and len(pieces) > 1

@@ -17,7 +17,7 @@ from milepost.storage.parameters import Parameters
 from milepost.storage.verify import verify
 from tests.over_sampled import OverSampled
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("prefect_server")]
 
 STEPS, LONGEST = 3, 300
 SETTINGS = [

@@ -40,16 +40,27 @@ SETTINGS = [
 ]
 
 
-def kill_server_after(folder: RunFolder, step: int) -> None:
+def servers() -> dict[int, list[str]]:
+    """SGLang's processes below this one, and their command lines."""
+    family = {one.pid: one.cmdline() for one in psutil.Process().children(recursive=True)}
+    return {pid: words for pid, words in family.items() if "sglang" in " ".join(words)}
+
+
+def kill_server_after(folder: RunFolder, step: int, others: set[int]) -> None:
     while step not in manifest.finished_steps(folder):
         time.sleep(0.05)
-    family = psutil.Process().children(recursive=True)
-    (server,) = [one for one in family if "sglang.launch_server" in one.cmdline()]
-    server.kill()
+    (server,) = [pid for pid, words in servers().items() if pid not in others and "sglang.launch_server" in words]
+    psutil.Process(server).kill()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, sglang_python: str) -> RunFolder:
+def others() -> set[int]:
+    """Servers that other tests have started."""
+    return set(servers())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, sglang_python: str, others: set[int]) -> RunFolder:
     root = tmp_path_factory.mktemp("sglang")
     rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(8)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,17 +68,18 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, sglang_python:
     chosen, _ = load_recipe(None, [*SETTINGS, *own])
     sections: dict[str, Any] = {name: getattr(chosen, name) for name in Parameters.model_fields}
     folder = runs.run_folder(str(root), "sglang")
-    killer = threading.Thread(target=kill_server_after, args=(folder, 0), daemon=True)
+    killer = threading.Thread(target=kill_server_after, args=(folder, 0, others), daemon=True)
     killer.start()
     asyncio.run(train(run="sglang", root=str(root), steps=STEPS, **sections))
     assert not killer.is_alive()
     return folder
 
 
-def test_every_step_is_done_though_the_server_was_killed_and_no_process_is_left(run: RunFolder) -> None:
+def test_every_step_is_done_though_the_server_was_killed_and_no_process_is_left(
+    run: RunFolder, others: set[int]
+) -> None:
     assert [manifest.load(run, step).accounting["trained"] for step in range(STEPS)] == [4] * STEPS
-    family = psutil.Process().children(recursive=True)
-    assert not [one for one in family if "sglang" in " ".join(one.cmdline())]
+    assert set(servers()) <= others
 
 
 def test_every_sample_was_made_by_the_weights_of_its_step(run: RunFolder) -> None:
