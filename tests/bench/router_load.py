@@ -53,7 +53,11 @@ class _Engine(asyncio.Protocol):
         self._came += data
         while (request := _complete(self._came)) is not None:
             head, body, self._came = request
-            self._transport.write(response(self._answer(head.split(b" ", 2)[1], body)))
+            method, _, path = head.partition(b"\r\n")[0].removesuffix(b" HTTP/1.1").partition(b" ")
+            if method not in (b"GET", b"POST"):  # such as what HTTP/2 begins with
+                self._transport.close()
+                return
+            self._transport.write(response(self._answer(path, body)))
 
 
 def _complete(text: bytes) -> tuple[bytes, bytes, bytes] | None:
