@@ -261,6 +261,7 @@ def _unavailable(pool: BackendPool, asked: Asked, tried: dict[str, str]) -> str:
         return f"no worker answered: {'; '.join(tried.values())}"
     states = ", ".join(f"{backend.url} is {backend.state}" for backend in pool.all())
     if pool.rotation():
-        held = ", ".join(f"{backend.url} holds {backend.weight_version or 'unknown ones'}" for backend in pool.rotation())
+        known = ((backend.url, backend.weight_version or "unknown ones") for backend in pool.rotation())
+        held = ", ".join(f"{url} holds {version}" for url, version in known)
         return f"no worker has {asked.demand}: {held}"
     return f"no worker can serve now: {states or 'none is registered, POST /workers to add one'}"
