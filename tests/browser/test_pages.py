@@ -142,9 +142,9 @@ def test_a_run_is_started_on_its_form_and_followed_to_its_report_and_its_checkpo
     assert page.get_by_text("Completed", exact=True).count(), (site.folder / "log").read_text()
     page.reload()  # so that the picture of the DAG shows all of it
     page.get_by_text("Artifacts", exact=True).last.click()
-    page.get_by_role("link", name="markdown report-first").wait_for()
+    page.get_by_role("link", name="markdown first-report Created").wait_for()
     keep(page, site, "run")
-    page.get_by_role("link", name="markdown report-first").click()
+    page.get_by_role("link", name="markdown first-report Created").click()
     page.get_by_role("img", name="mean reward by step").wait_for()
     keep(page, site, "report")
 
