@@ -24,23 +24,27 @@ STOP_SECONDS = 5.0
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
+def server_config(app: Any, *, finish_seconds: int) -> uvicorn.Config:
+    """How every application of ours is served; at its end requests in flight have `finish_seconds` to finish."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        log_config=None,  # what it logs goes where this process logs
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=300,  # longer than a client's pool keeps a connection, so that it closes first
+        timeout_graceful_shutdown=finish_seconds,
+    )
+
+
 class HttpServer:
     """Serves `app` from construction until `stop`."""
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._socket = bind(host, port)
-        config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            log_config=None,  # what it logs goes where this process logs
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=300,  # longer than a client's pool keeps a connection, so that it closes first
-            timeout_graceful_shutdown=int(STOP_SECONDS),
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(server_config(app, finish_seconds=int(STOP_SECONDS)))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
         self._wait_until_ready()

@@ -36,7 +36,7 @@ def router(
     access_log: Annotated[bool, typer.Option(help="A line of JSON on stdout for each request.")] = True,
 ) -> None:
     """Serve until Ctrl-C. With MILEPOST_ROUTER_TOKEN set, workers and weights may be changed only by who knows it."""
-    from milepost.engines.app_server import bind
+    from milepost.engines.app_server import bind, server_config
     from milepost.router.app import build_app
 
     token = os.environ.get(TOKEN) or None
@@ -63,23 +63,12 @@ def router(
 
     import uvicorn
 
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        timeout_keep_alive=300,  # longer than a client's pool keeps a connection, so that it closes first
-        timeout_graceful_shutdown=drain_seconds,
-    )
-    uvicorn.Server(config).run(sockets=[socket])
+    uvicorn.Server(server_config(app, finish_seconds=drain_seconds)).run(sockets=[socket])
 
 
 def _log(access_log: bool) -> None:
     """Requests to stdout, a line of JSON each; what becomes of workers to stderr."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     access = logging.getLogger("milepost.router.access_log")
     access.propagate = False
     access.addHandler(logging.StreamHandler(sys.stdout))
