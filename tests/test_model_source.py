@@ -1,4 +1,5 @@
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from milepost.engines.digest import weights_digest
@@ -126,6 +127,20 @@ def test_an_incomplete_folder_is_refused_with_what_it_lacks(tmp_path: Path, miss
     (tmp_path / missing).unlink()
     with pytest.raises(ValueError, match=message):
         resolve_model(directory, "unused")
+
+
+def test_weights_that_were_copied_in_part_are_refused_with_the_file(tmp_path: Path) -> None:
+    directory, weights = write_model(tmp_path), tmp_path / "model.safetensors"
+    names = list(load_file(weights))
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged \(.*\): copy it again"):
+        resolve_model(directory, "unused")
+    index = tmp_path / "model.safetensors.index.json"
+    save_file({}, tmp_path / "empty.safetensors")
+    for file, what in [("other.safetensors", "is not there"), ("empty.safetensors", "has no weight 'lm_head.weight'")]:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file) | {"lm_head.weight": file}}))
+        with pytest.raises(ValueError, match=f"{file}' {what}"):
+            resolve_model(directory, "unused")
 
 
 def test_what_is_not_there_is_refused_in_one_sentence(tmp_path: Path) -> None:
