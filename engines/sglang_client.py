@@ -2,13 +2,16 @@
 
 import http.client
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from milepost.storage.redaction import masked_text
 
+CONNECT_SECONDS = 5.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -36,6 +39,16 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s
         return json.loads(text)
     except ValueError:
         return None
+
+
+def listens(url: str) -> bool:
+    """False only where the connection is refused: a server that is slow, or behind a slow network, is there."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS).close()
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)
+    return True
 
 
 def _message(said: str) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 from milepost.engines import cluster
 from milepost.engines.observed import Observed
 from milepost.engines.protocols import PauseMode, WeightSource, WeightVersion
-from milepost.engines.sglang_client import SglangRefused, ask
+from milepost.engines.sglang_client import SglangRefused, ask, listens
 from milepost.engines.sglang_flags import CPU_FLAGS, Value, command_line, environment, interpreter, known_flags
 from milepost.engines.sglang_server import PROBE_SECONDS, SglangServer, log_file
+from milepost.storage.redaction import masked_text
 
 import ray  # isort: skip  (after cluster, which sets how it authenticates)
 
@@ -94,9 +95,14 @@ class SglangEngine(Observed):
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]
     def url(self) -> str:
-        """An engine that takes the place of a dead one has its name before it can serve."""
+        """An engine that takes the place of a dead one has its name before it can serve.
+
+        A server that was attached to ends without this process, and another in its place has other weights.
+        """
         if not self._url:
             raise cluster.EngineMissing("this engine is still starting: ask again when it serves")
+        if self._attach_url and not listens(self._url):
+            raise cluster.EngineMissing(f"no SGLang server is at {masked_text(self._url)}: start it again")
         return self._url
 
     @ray.method(concurrency_group=cluster.CONTROL)  # type: ignore[untyped-decorator]

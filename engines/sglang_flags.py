@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,7 +62,10 @@ def flag(action):
     options = [option for option in action.option_strings if option.startswith("--")]
     return {"option": options[0], "off": options[1] if action.nargs == 0 and len(options) > 1
             and options[1].startswith("--no-") else "", "switch": action.nargs == 0,
-            "several": action.nargs in ("+", "*") or isinstance(action.nargs, int) and action.nargs > 1}
+            "several": action.nargs in ("+", "*") or isinstance(action.nargs, int) and action.nargs > 1,
+            "spellings": [option[2:].replace("-", "_") for option in options],
+            "number": action.type.__name__ if action.type in (int, float) else "",
+            "choices": [str(choice) for choice in action.choices or ()]}
 print("\\n" + json.dumps({action.dest: flag(action) for action in parser._actions}))
 """
 
@@ -73,17 +76,27 @@ class SglangMissing(LookupError):
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of the server: a switch takes no value, `off` is the option that turns one off, if there is any."""
+    """One flag of the server: a switch takes no value, `off` is the option that turns one off, if there is any.
+
+    `spellings` are all names that SGLang's command line has for it, `number` is `int` or `float` where each value is
+    one, `choices` are the only values where there are any.
+    """
 
     option: str
     switch: bool
     several: bool = False
     off: str = ""
+    spellings: Sequence[str] = ()
+    number: str = ""
+    choices: Sequence[str] = ()
 
     def arguments(self, value: Value) -> list[str]:
         if self.switch:
             return [self.option] if value else [self.off] if self.off else []
-        return [self.option, *(str(value).split() if self.several else [str(value)])]
+        return [self.option, *self.values(value)]
+
+    def values(self, value: Value) -> list[str]:
+        return str(value).split() if self.several else [str(value)]
 
 
 def interpreter(python: str) -> str:
@@ -105,7 +118,7 @@ def environment(*, gpu: bool) -> dict[str, str]:
 def known_flags(python: str) -> dict[str, Flag]:
     """Every flag by name; SglangMissing when `python` has no SGLang. Asking takes seconds, so answers are kept."""
     version = _ask(python, _VERSION).strip()
-    key = hashlib.sha256(f"{os.path.realpath(python)} {python} {version}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{os.path.realpath(python)} {python} {version} {_LIST}".encode()).hexdigest()[:16]
     home = Path(os.environ.get("MILEPOST_HOME") or Path.home() / ".milepost")
     kept = home / "sglang" / f"flags-{key}.json"
     if kept.exists():
@@ -146,10 +159,33 @@ def check_flags(chosen: Mapping[str, Value], known: Mapping[str, Flag]) -> None:
         if is_secret_name(name):
             raise ValueError(f"engines.sglang.{name} would be in the list of processes, where all see it: leave it out")
         if name not in known:
-            raise LookupError(f"SGLang has no flag {name!r}{nearest(name, sorted(known))}")
+            meant = next((own for own, flag in known.items() if name in flag.spellings), name)
+            raise LookupError(f"SGLang has no flag {name!r}{nearest(meant, sorted(known))}")
         if known[name].switch is not isinstance(value, bool):
             wanted = "true or false" if known[name].switch else "a value"
             raise ValueError(f"engines.sglang.{name} is {value!r}, expected {wanted}")
+        _check_values(name, value, known[name])
+
+
+def _check_values(name: str, value: Value, flag: Flag) -> None:
+    """What the server would say itself, after it was waited for."""
+    if flag.switch:
+        return
+    for one in flag.values(value):
+        if flag.number and not _is_number(one, flag.number):
+            wanted = "a whole number" if flag.number == "int" else "a number"
+            raise ValueError(f"engines.sglang.{name} is {value!r}, expected {wanted}")
+        if flag.choices and one not in flag.choices:
+            known = ", ".join(flag.choices)
+            raise LookupError(f"engines.sglang.{name} is {value!r}{nearest(one, list(flag.choices))}; known: {known}")
+
+
+def _is_number(text: str, kind: str) -> bool:
+    try:
+        (int if kind == "int" else float)(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_sglang(parameters: Parameters) -> None:

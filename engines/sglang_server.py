@@ -1,6 +1,7 @@
 """An SGLang server as a process: started in a session of its own, watched, and ended with all its children.
 
-It dies with the process that started it, however that ends (on Linux).
+It dies with the process that started it, however that ends (on Linux), and so do its children: those that were just
+made when their parent dies would wait for it for ever.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from milepost.engines.death_signal import death_signal
+from milepost.engines.death_watch import DeathWatch
 from milepost.engines.sglang_client import SglangRefused, ask
 
 POLL_SECONDS = 0.25
@@ -27,7 +29,7 @@ TAIL_LINES = 4
 LINE_CHARACTERS = 300
 
 _PORT_TAKEN = re.compile(r"address already in use|port \d+ is (already )?(in use|not available)", re.IGNORECASE)
-_ERROR = re.compile(r"^\s*([\w.]*(Error|Exception|Interrupt)\b.*)")
+_ERROR = re.compile(r"^\s*([\w.]*(Error|Exception|Interrupt)\b.*|[\w. ]+: error: .*)")  # or of a command line
 
 
 class SglangFailed(RuntimeError):
@@ -131,6 +133,7 @@ class SglangServer:
     ) -> None:
         try:
             process = start_process(command, environment, self.log)
+            watch = DeathWatch(process.pid)
         except OSError as error:
             started.set_exception(SglangFailed(f"the SGLang server cannot be started: {error}"))
             return
@@ -139,6 +142,7 @@ class SglangServer:
         if self._ready and not self._stopping:
             self._kill()
             self._on_death()
+        watch.end()
 
     def _wait_ready(self, deadline: float, timeout_seconds: float) -> object:
         """The answer to a first request, once there is one."""

@@ -159,7 +159,7 @@ def request(
 ) -> Request:
     """What a command line asks for: its own words first, then the recipe's, then the defaults."""
     parameters, values = load_recipe(config, overrides)
-    stem = Path(config).stem if config else "run"
+    stem = recipe_path(config).stem if config else "run"  # a shipped one may be named qwen3-0.6b
     return Request(
         run=run if run is not None else values.get("run") or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}",
         root=absolute_root(root or values.get("root") or DEFAULT_ROOT),

@@ -5,6 +5,7 @@ engine is admitted with the current weights only.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -82,18 +83,32 @@ async def _keep(index: int, launched: Launched, fleet: Fleet, restarts: Restarts
             continue  # it lives and is slow: the deadline of the stage decides
         except (EngineDied, EngineMissing) as error:
             restarts.take(error)
-            say(f"rollout engine {number} died and starts again")
+            attached = launched.parameters.engines.sglang_urls
+            say(f"rollout engine {number}: {error}" if attached else f"rollout engine {number} died and starts again")
             await _dismiss(url, fleet.router_url)
             await asyncio.to_thread(engine.close)  # Ray keeps a dead actor's name until it is told to
             await _room(launched, fleet)
             # Where the fleet holds it: an actor ends when whoever started it lets go of its handle.
-            fleet.engines[index] = await asyncio.to_thread(_start, number, launched)
+            fleet.engines[index] = await _started(number, launched)
             url = await admit(fleet.engines[index], launched.folder, fleet)
 
 
 async def _room(launched: Launched, fleet: Fleet) -> None:
     """Wait for the turn of the engines where they share GPUs with the trainer, or a new one would find no memory."""
     while shares_gpus(launched.parameters) and fleet.trainer and not await fleet.trainer.is_resting():
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _started(number: int, launched: Launched) -> RolloutActor:
+    """A new engine. One for a server that was started elsewhere waits for whoever starts that again."""
+    engines = launched.parameters.engines
+    give_up = time.monotonic() + engines.start_timeout_seconds
+    while True:
+        try:
+            return await asyncio.to_thread(_start, number, launched)
+        except ConnectionError:
+            if not engines.sglang_urls or time.monotonic() > give_up:
+                raise
         await asyncio.sleep(WATCH_SECONDS)
 
 

@@ -71,6 +71,19 @@ def test_a_value_of_the_wrong_type_is_named_with_its_key() -> None:
         load_recipe(None, ["optimizer.lr=-1"])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=inf", "optimizer.lr is 'inf': input should be a finite number"),
+        ("rollout.temperature=Infinity", "rollout.temperature is inf: input should be a finite number"),
+        ("rollout.top_k=0", "rollout.top_k: top_k is 0, it must be 1 or more, or -1 for all tokens"),
+    ],
+)
+def test_a_number_that_nothing_can_use_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe(None, [override])
+
+
 @pytest.mark.parametrize("content", ["[1, 2]", "data: 3", "a: [", ""])
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: str) -> None:
     recipe = tmp_path / "r.yaml"
@@ -85,3 +98,7 @@ def test_a_request_takes_what_was_typed_before_the_recipe(tmp_path: Path) -> Non
     wanted = request(str(recipe), [], run=None, root=str(tmp_path), steps=2)
     assert (wanted.steps, wanted.root) == (2, str(tmp_path))
     assert wanted.run.startswith("mine-")
+
+
+def test_a_run_without_a_name_has_that_of_its_recipe() -> None:
+    assert request("qwen3-0.6b", [], run=None, root=None, steps=None).run.startswith("qwen3-0.6b-2")

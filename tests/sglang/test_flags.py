@@ -22,12 +22,14 @@ from milepost.flows.recipe import load_recipe
 from milepost.storage.parameters import Parameters
 
 KNOWN = {
-    "attention_backend": Flag("--attention-backend", switch=False),
+    "attention_backend": Flag("--attention-backend", switch=False, choices=("fa3", "triton")),
+    "chunked_prefill_size": Flag("--chunked-prefill-size", switch=False, number="int"),
+    "mem_fraction_static": Flag("--mem-fraction-static", switch=False, number="float"),
     "disable_radix_cache": Flag("--disable-radix-cache", switch=True),
     "fp8_gemm_runner_backend": Flag("--fp8-gemm-backend", switch=False),
     "dllm_fdfo": Flag("--dllm-fdfo", switch=True, off="--no-dllm-fdfo"),
-    "cuda_graph_bs_decode": Flag("--cuda-graph-bs-decode", switch=False, several=True),
-    "tp_size": Flag("--tensor-parallel-size", switch=False),
+    "cuda_graph_bs_decode": Flag("--cuda-graph-bs-decode", switch=False, several=True, number="int"),
+    "tp_size": Flag("--tensor-parallel-size", switch=False, spellings=("tensor_parallel_size", "tp")),
 }
 
 
@@ -38,6 +40,8 @@ def parameters(**engines: Any) -> Parameters:
 def test_an_unknown_flag_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(LookupError, match="SGLang has no flag 'atention_backend', did you mean 'attention_backend'?"):
         check_flags({"atention_backend": "fa3"}, KNOWN)
+    with pytest.raises(LookupError, match="no flag 'tensor_parallel_size', did you mean 'tp_size'?"):
+        check_flags({"tensor_parallel_size": 2}, KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,26 @@ def test_an_unknown_flag_is_refused_with_the_nearest_known_one() -> None:
         ({"port": 30000}, "engines.sglang.port is Milepost's to choose: leave it out"),
         ({"disable_radix_cache": "yes"}, "disable_radix_cache is 'yes', expected true or false"),
         ({"attention_backend": True}, "attention_backend is True, expected a value"),
+        ({"chunked_prefill_size": "lots"}, "engines.sglang.chunked_prefill_size is 'lots', expected a whole number"),
+        ({"mem_fraction_static": "half"}, "engines.sglang.mem_fraction_static is 'half', expected a number"),
+        ({"cuda_graph_bs_decode": "1 2 x"}, "cuda_graph_bs_decode is '1 2 x', expected a whole number"),
     ],
 )
 def test_a_flag_that_milepost_sets_and_a_value_that_cannot_be_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_flags(flags, KNOWN)
+
+
+def test_a_value_that_a_flag_does_not_have_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(LookupError, match="attention_backend is 'tritn', did you mean 'triton'.; known: fa3, triton"):
+        check_flags({"attention_backend": "tritn"}, KNOWN)
+    check_flags({"attention_backend": "fa3", "chunked_prefill_size": -1, "mem_fraction_static": 0.5}, KNOWN)
+
+
+def test_sglang_says_itself_which_values_its_flags_take(sglang_python: str) -> None:
+    known = known_flags(sglang_python)
+    assert known["chunked_prefill_size"].number == "int" and known["mem_fraction_static"].number == "float"
+    assert {"triton", "fa3"} <= set(known["attention_backend"].choices)
 
 
 def test_the_command_line_has_the_servers_own_spelling() -> None:

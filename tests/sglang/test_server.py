@@ -60,6 +60,12 @@ def test_what_a_server_said_last_is_told_once_and_without_a_tracebacks_pointers(
     assert last_words(log) == "ValueError: no such backend | starting | raise ValueError(x) | ended"
 
 
+def test_a_command_line_that_is_refused_is_told_before_the_usage_around_it(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("usage: serve [-h]\n  [--port PORT]\nsglang serve: error: argument --x: invalid value: 'y'\n")
+    assert last_words(log).startswith("sglang serve: error: argument --x: invalid value: 'y' | usage")
+
+
 def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
     with pytest.raises(SglangFailed, match="was not ready within 1 s: still at it"):
         start("import time; print('still at it', flush=True); time.sleep(611)", tmp_path, seconds=1)
@@ -99,7 +105,7 @@ def test_a_server_that_dies_is_noticed_and_its_children_end(tmp_path: Path) -> N
     assert not child.is_running()
 
 
-def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_a_server_and_its_children_end_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = f"""
 import sys, time
 from pathlib import Path
@@ -112,12 +118,10 @@ time.sleep(600)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     server = psutil.Process(int(parent.stdout.readline()))
-    (orphan,) = server.children()  # SGLang's own end themselves
+    family = [server, *server.children()]
     parent.kill()
     parent.wait()
-    psutil.wait_procs([server], timeout=10)
-    orphan.kill()
-    assert not server.is_running()
+    assert not psutil.wait_procs(family, timeout=10)[1]
 
 
 def test_a_refusal_is_the_servers_sentence_and_silence_is_a_lost_connection(tmp_path: Path) -> None:
