@@ -72,4 +72,4 @@ def _log(access_log: bool) -> None:
     access = logging.getLogger("milepost.router.access_log")
     access.propagate = False
     access.addHandler(logging.StreamHandler(sys.stdout))
-    access.setLevel(logging.INFO if access_log else logging.WARNING)
+    access.setLevel(logging.DEBUG if access_log else logging.WARNING)

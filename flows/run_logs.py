@@ -56,8 +56,9 @@ def _own_log(path: str) -> Iterator[None]:
 
 
 def is_told(entry: Entry) -> bool:
-    """What Milepost says, and from everything else what is wrong: an SGLang server talks all the time."""
-    return entry.level >= logging.WARNING or entry.logger.startswith("milepost")
+    """What Milepost says, but for details, and what is wrong: an SGLang server talks all the time."""
+    least = logging.INFO if entry.logger.startswith("milepost") else logging.WARNING
+    return entry.level >= least
 
 
 def _forward(tail: Tail, flow_run_id: str) -> None:

@@ -1,4 +1,4 @@
-"""One line of JSON for each request that was passed on."""
+"""One line of JSON for each request that was passed on: details, of which a run has one a sample."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ class Access:
 
     def write(self) -> None:
         known = {name: value for name, value in asdict(self).items() if value != ""}
-        log.info("%s", json.dumps({"time": round(time.time(), 3), **known}))
+        log.debug("%s", json.dumps({"time": round(time.time(), 3), **known}))
 
 
 def sample_of(body: bytes) -> str:

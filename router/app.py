@@ -5,6 +5,7 @@ Its lifespan opens the client, probes every backend before the first request, an
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
+from milepost.router import access_log
 from milepost.router.access import TokenGuard
 from milepost.router.admin import Admin
 from milepost.router.backends import BackendPool, BadWorkerUrl, UnknownWorker
@@ -150,6 +152,7 @@ def _check(times: dict[str, float], counts: dict[str, int]) -> None:
 
 def build_app(workers: Sequence[str] = (), *, policy: str = "least_loaded", **options: Any) -> ASGIApp:
     """The router as a factory with JSON arguments, those of `create_app`: `milepost.router.app:build_app`."""
+    access_log.log.setLevel(logging.DEBUG)  # of its own, as a run's processes log no details
     return create_app(BackendPool(workers), policy=get_policy(policy), **options)
 
 

@@ -211,7 +211,7 @@ class Forward:
         access = exchange.access
         access.seconds = round(time.perf_counter() - exchange.started, 6)
         self._metrics.answered(access.worker or "none", access.status, access.seconds, exchange.tokens)
-        if access_log.log.isEnabledFor(logging.INFO):
+        if access_log.log.isEnabledFor(logging.DEBUG):
             access.sample = sample_of(exchange.body.kept)
             access.write()
 

@@ -215,7 +215,7 @@ def test_the_router_counts_requests_times_tokens_and_what_runs(engines: Running)
 def test_a_request_leaves_one_line_with_sample_worker_and_weights(
     engines: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "milepost.router.access_log"), route(engines[0][1]) as client:
+    with caplog.at_level(logging.DEBUG, "milepost.router.access_log"), route(engines[0][1]) as client:
         answer = client.post("/generate", json={"rid": "g-1/3"}, headers={"X-Request-Id": "mine"})
         unnamed = client.post("/generate", json={})
         eventually(lambda: sum(record.name == "milepost.router.access_log" for record in caplog.records) == 2)

@@ -14,8 +14,10 @@ import pytest
 from prefect.logging.handlers import APILogWorker
 
 from milepost.flows.artifacts import Artifact, Artifacts, artifact_key
+from milepost.flows.log_view import chosen
 from milepost.flows.polling import polled
 from milepost.flows.run_detail import run_detail
+from milepost.flows.sql import query
 from milepost.flows.train import resume, train
 from milepost.storage import runs
 from milepost.storage.runs import RunFolder
@@ -100,6 +102,16 @@ def test_what_every_process_says_is_in_the_log_of_the_flow_run(watched: Watched)
     assert set(messages) >= PROCESSES
     assert messages["train-0"].startswith("loaded its model in")
     assert messages["rollout-0"].startswith("serves ")
+    assert len(found) < 60
+
+
+def test_requests_are_in_the_routers_file_for_whoever_asks_for_details(watched: Watched) -> None:
+    def said(level: str) -> list[str]:
+        entries = chosen(watched.folder, process="router", level=level, follow=False)
+        return [entry.message for entry in entries if '"sample"' in entry.message]
+
+    asked = query([watched.folder], "select sample_id from rollouts").num_rows
+    assert said("info") == [] and len(said("debug")) >= asked
 
 
 def test_a_page_has_one_artifact_of_each_kind_an_attempt(watched: Watched) -> None:
