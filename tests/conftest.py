@@ -4,8 +4,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from .bench.made_run import MadeRun
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +48,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     vocabulary = load_tokenizer(folder).vocab_size
     write_tiny_model(folder, vocab_size=vocabulary, hidden=32, layers=2, heads=4, kv_heads=2, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> "MadeRun":
+    """A run of three steps, made without engines, for tests to copy."""
+    from .bench.made_run import make_run
+
+    return make_run(str(tmp_path_factory.mktemp("three")), 3)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from milepost.flows import cli
 
-from .bench.made_run import MadeRun, make_run
+from .bench.made_run import MadeRun
 
 STEPS = 3
 REWARD = ("--reward", "tests.rewards_for_tests:always_one")
@@ -16,8 +16,8 @@ Ask = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> MadeRun:
-    return make_run(str(tmp_path / "runs"), STEPS)
+def made(three_steps: MadeRun, tmp_path: Path) -> MadeRun:
+    return three_steps.copied(tmp_path / "runs")
 
 
 @pytest.fixture

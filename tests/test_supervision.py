@@ -78,8 +78,9 @@ async def step_with_a_kill(launched: Launched, engines: Fleet, step: int, positi
     assert [one.pid for one in processes("RankActor")] == ranks
 
 
-@pytest.mark.parametrize("launched", [1, 2], indirect=True)
-def test_the_step_of_an_engine_that_dies_goes_on_and_nothing_else_is_started_again(launched: Launched) -> None:
+def test_the_step_of_the_only_engine_goes_on_when_that_dies_and_nothing_else_is_started_again(
+    launched: Launched,
+) -> None:
     work_supervised(launched, step_with_a_kill)
     assert manifest.load(launched.folder, 0).accounting["trained"] == 8
 
@@ -99,9 +100,17 @@ async def push_past_a_dead_engine(launched: Launched, engines: Fleet, step: int,
     assert [engine.weight_version() for engine in found.engines] == [pushed.version] * 2
 
 
+async def kill_in_a_step_and_before_a_push(launched: Launched, engines: Fleet, step: int, position: Position) -> None:
+    await step_with_a_kill(launched, engines, step, position)
+    await push_past_a_dead_engine(launched, engines, step, position)
+
+
 @pytest.mark.parametrize("launched", [2], indirect=True)
-def test_an_engine_that_dies_before_a_push_serves_the_pushed_weights_when_it_is_back(launched: Launched) -> None:
-    work_supervised(launched, push_past_a_dead_engine)
+def test_one_of_two_engines_dies_in_a_step_that_goes_on_and_one_before_a_push_that_it_has_when_it_is_back(
+    launched: Launched,
+) -> None:
+    work_supervised(launched, kill_in_a_step_and_before_a_push, restarts=2)
+    assert manifest.load(launched.folder, 0).accounting["trained"] == 8
 
 
 def colocated(launched: Launched) -> Launched:

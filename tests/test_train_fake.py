@@ -22,10 +22,12 @@ from milepost.storage import files, manifest, runs
 from milepost.storage.accounting import epoch_accounting
 from milepost.storage.journal import StepStore
 from milepost.storage.parameters import Parameters
+from milepost.storage.runs import RunFolder
 from milepost.storage.tables import TableRef, read_table
 from milepost.storage.verify import verify
 
 from .conftest import Prompts
+from .sums import write_sums
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
 
@@ -58,10 +60,23 @@ def trained(run: str, root: Path, chosen: Parameters, *, steps: int) -> runs.Run
     return runs.run_folder(str(root), run)
 
 
-def test_a_run_leaves_a_chain_of_manifests_and_readable_tables(
-    tmp_path: Path, model_dir: str, prompts: Prompts
-) -> None:
-    folder = trained("chain", tmp_path, parameters(model_dir, prompts()), steps=3)
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: str, prefect_server: str, ray_cluster: None
+) -> tuple[RunFolder, Parameters]:
+    """Three steps of eight prompts, of twelve, evaluated every two; and its parameters."""
+    base = tmp_path_factory.mktemp("fake")
+    path, held_out = write_sums(base / "prompts.jsonl", range(12)), write_sums(base / "held-out.jsonl", range(4))
+    chosen = parameters(model_dir, path, f"eval.path={held_out}", "eval.every_steps=2")
+    return trained("three", base / "runs", chosen, steps=3), chosen
+
+
+@pytest.fixture
+def folder(run: tuple[RunFolder, Parameters]) -> RunFolder:
+    return run[0]
+
+
+def test_a_run_leaves_a_chain_of_manifests_and_readable_tables(folder: RunFolder) -> None:
     steps = [manifest.load(folder, step) for step in manifest.finished_steps(folder)]
     assert [step.step for step in steps] == [0, 1, 2]
     assert [step.previous for step in steps[1:]] == [manifest.manifest_digest(folder, step) for step in (0, 1)]
@@ -73,8 +88,7 @@ def test_a_run_leaves_a_chain_of_manifests_and_readable_tables(
                 assert read_table(TableRef(**ref)).num_rows == ref["rows"]
 
 
-def test_every_sample_is_trained_once_and_in_equal_batches(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
-    folder = trained("batches", tmp_path, parameters(model_dir, prompts()), steps=1)
+def test_every_sample_is_trained_once_and_in_equal_batches(folder: RunFolder) -> None:
     tables = {
         entry["slot"]: {name: read_table(TableRef(**ref)) for name, ref in entry["tables"].items()}
         for entry in manifest.load(folder, 0).commits
@@ -93,14 +107,30 @@ def test_every_sample_is_trained_once_and_in_equal_batches(tmp_path: Path, model
     assert [sample for batch in batches for sample in batch["sample_id"].to_pylist()] == kept
 
 
-def test_prompts_are_served_in_turn_over_the_steps_and_wrap(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
-    folder = trained("wrap", tmp_path, parameters(model_dir, prompts(12)), steps=3)
+def test_prompts_are_served_in_turn_over_the_steps_and_wrap(folder: RunFolder) -> None:
     served: list[int] = []
     for step in range(3):
         entry = next(item for item in manifest.load(folder, step).commits if item["slot"] == "sample-r0")
         served += read_table(TableRef(**entry["tables"]["prompts"]))["row"].to_pylist()
     assert sorted(served[:12]) == list(range(12))
     assert sorted(served[12:]) == list(range(12))
+
+
+def test_held_out_prompts_are_evaluated_before_the_first_step_and_after_the_last(folder: RunFolder) -> None:
+    assert files.names(files.join(folder.uri, "evals")) == ["000000", "000002", "000003"]
+
+
+def test_the_report_shows_every_step(folder: RunFolder) -> None:
+    page = files.read(write_report(folder)).decode()
+    assert "3 of 3 steps" in page and "<svg" in page and "<script" not in page
+
+
+def test_a_finished_run_is_left_as_it_is(run: tuple[RunFolder, Parameters]) -> None:
+    folder, chosen = run
+    before = [manifest.manifest_digest(folder, step) for step in range(3)]
+    assert trained("three", Path(folder.uri).parent, chosen, steps=3) == folder
+    assert [manifest.manifest_digest(folder, step) for step in range(3)] == before
+    assert manifest.finished_steps(folder) == [0, 1, 2]
 
 
 def test_several_sets_have_their_quotas_rewards_and_epochs(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
@@ -128,7 +158,7 @@ def test_a_slow_shard_delays_no_other(tmp_path: Path, model_dir: str, prompts: P
     folder = runs.run_folder(str(tmp_path), "overlap")
     launched = begin_run(str(tmp_path), folder, 1, chosen, fence=0)
     slow = read_table(TableRef(**launched.record.data["prompts"]))["prompt_token_ids"][5].as_py()[0]
-    engine_options = {"slow_token": slow, "slow_seconds": 1.0}
+    engine_options = {"slow_token": slow, "slow_seconds": 5.0}
     with fleet("overlap", chosen, model_dir, engine_options=engine_options) as engines:
         asyncio.run(_one_step(launched, engines, str(tmp_path)))
     done = {commit.slot: commit.committed_at for commit in StepStore(folder.step(0), "overlap", 0).commits()}
@@ -141,22 +171,16 @@ async def _one_step(launched: Launched, engines: Fleet, root: str) -> None:
     await iteration(root, "overlap", step, position)
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
-    chosen = parameters(model_dir, prompts())
-    folder = trained("taken", tmp_path, chosen, steps=1)
-    before = manifest.manifest_digest(folder, 0)
-    assert trained("taken", tmp_path, chosen, steps=1) == folder
-    assert manifest.manifest_digest(folder, 0) == before and manifest.finished_steps(folder) == [0]
-
-
 def test_filtering_that_starves_takes_its_rounds_and_then_its_policy(
     tmp_path: Path, model_dir: str, prompts: Prompts
 ) -> None:
     starving = ["reward.name=tests.rewards_for_tests:always_one", 'filter.group="nonzero_std"', "filter.max_rounds=3"]
     chosen = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="skip_step"')
-    closed = manifest.load(trained("starved", tmp_path, chosen, steps=1), 0)
-    assert closed.accounting == {"filtered: zero_std": 24, "served": 24}
-    assert closed.version_in.split("-")[1] == closed.version_out.split("-")[1]
+    folder = trained("starved", tmp_path, chosen, steps=2)
+    for closed in (manifest.load(folder, step) for step in (0, 1)):
+        assert closed.accounting == {"filtered: zero_std": 24, "served": 24}
+        assert closed.version_in.split("-")[1] == closed.version_out.split("-")[1]
+    assert verify(folder).faults == []
     failing = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="fail"')
     with pytest.raises(RuntimeError, match="kept 0 of 8 groups after 3 rounds"):
         trained("failed", tmp_path, failing, steps=1)
@@ -206,18 +230,3 @@ def test_a_part_of_a_reward_that_hangs_or_raises_costs_only_its_samples(
     sums = f"select reward, rewards['{one}'], rewards['{other}'], response from rollouts where kept"
     for reward, whole, half, response in as_rows(query([folder], sums))[1]:
         assert (whole, half, reward) == (1.0, len(response) % 2, 1.0 + 0.5 * half)
-
-
-def test_the_report_shows_every_step(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
-    folder = trained("report", tmp_path, parameters(model_dir, prompts()), steps=2)
-    page = files.read(write_report(folder)).decode()
-    assert "2 of 2 steps" in page and "<svg" in page and "<script" not in page
-
-
-def test_held_out_prompts_are_evaluated_before_the_first_step_and_after_the_last(
-    tmp_path: Path, model_dir: str, prompts: Prompts
-) -> None:
-    held_out = prompts(4, name="held-out.jsonl")
-    chosen = parameters(model_dir, prompts(), f"eval.path={held_out}", "eval.every_steps=2")
-    folder = trained("eval", tmp_path, chosen, steps=3)
-    assert files.names(files.join(folder.uri, "evals")) == ["000000", "000002", "000003"]

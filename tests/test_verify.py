@@ -139,6 +139,17 @@ def test_a_commit_that_differs_from_its_manifest_is_a_fault(made: MadeRun) -> No
     assert fault.file == str(path) and "differs from what the manifest says" in fault.problem
 
 
+def test_a_commit_from_before_the_run_was_moved_is_no_fault(made: MadeRun) -> None:
+    path = made.step(3) / "journal" / "score-r0-s000.json"
+
+    def elsewhere(content: dict[str, Any]) -> None:
+        for ref in content["tables"].values():
+            ref["uri"] = f"/elsewhere/{Path(ref['uri']).name}"
+
+    rewrite(path, elsewhere)
+    assert verify(made.folder).faults == []
+
+
 def test_a_commit_that_is_gone_is_a_fault(made: MadeRun) -> None:
     path = made.step(3) / "journal" / "score-r0-s000.json"
     path.unlink()
@@ -320,11 +331,3 @@ def test_a_run_of_the_whole_dag_has_no_fault_and_reports_its_epochs(
     assert (found.faults, found.steps) == ([], 3) and found.checkpoints
     assert set(epoch_accounting(folder)) >= {("", 0), ("", 1)}
     assert "how each of them ended" in files.read(write_report(folder)).decode()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prefect_server", "ray_cluster")
-def test_a_step_that_was_skipped_has_no_fault(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
-    starving = ["reward.name=tests.rewards_for_tests:always_one", 'filter.group="nonzero_std"']
-    chosen = parameters(model_dir, prompts(), *starving, 'filter.on_too_few="skip_step"')
-    assert verify(trained("skipped", tmp_path, chosen, steps=2)).faults == []

@@ -1,9 +1,10 @@
 """A run made without engines, by the functions that store real ones: for tests and benchmarks of what reads runs."""
 
 import random
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from milepost.storage.schema import PROMPTS, ROLLOUTS, from_rows
 from milepost.storage.tables import concat, with_columns, write_table
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.filters import filter_table
-from milepost.tasks.optimize import batches, first_groups, with_advantages
+from milepost.tasks.optimize import batches, first_groups
+from milepost.tasks.prepare import with_advantages
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class MadeRun:
         """The table of `step` whose name begins with `name`."""
         (found,) = self.step(step).glob(f"{name}-*.parquet")
         return found
+
+    def copied(self, root: Path) -> "MadeRun":
+        """The same run in another root, for a test to change: making one takes twenty times as long."""
+        folder = runs.run_folder(str(root), self.folder.run_id)
+        shutil.copytree(self.folder.uri, folder.uri)
+        return replace(self, folder=folder)
 
 
 def version(step: int) -> WeightVersion:

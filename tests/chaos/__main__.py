@@ -47,7 +47,7 @@ def disturb(case: Case, *, kills: int, generator: random.Random) -> dict[str, in
         done["flow"] += kill_flow_after(case, f"{step}/{slot}")
     for number in range(kills):
         victim = VICTIMS[number % len(VICTIMS)]
-        done[victim] += kill_victim(case, victim, generator, to_the_end=False)
+        done[victim] += kill_victim(case, victim, generator)
         print(f"{number + 1}/{kills} {victim}, at step {len(finished_steps(case.folder))}", flush=True)
     return done
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,46 +125,61 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) 
     return True
 
 
+def _commit(case: Case, boundary: str) -> Path:
+    """The file that is there once `step/slot`, or `step/manifest`, is committed."""
+    step, slot = boundary.split("/")
+    name = "manifest.json" if slot == "manifest" else f"journal/{slot}.json"
+    return Path(case.folder.uri) / "steps" / f"{int(step):06d}" / name
+
+
 def kill_flow_after(case: Case, boundary: str) -> bool:
     """SIGKILL the flow's process as soon as `boundary` is committed; false when it finished before."""
-    stage = Path(case.folder.uri) / "steps"
-    step, slot = boundary.split("/")
-    target = stage / f"{int(step):06d}" / ("manifest.json" if slot == "manifest" else f"journal/{slot}.json")
     with started(case) as process:
-        if not wait_until(target.exists, process):
+        if not wait_until(_commit(case, boundary).exists, process):
             return False
         os.kill(process.pid, signal.SIGKILL)
         process.wait(20)
     return True
 
 
-def kill_victim(case: Case, victim: str, generator: random.Random, *, to_the_end: bool) -> bool:
+def kill_in_turn(case: Case, moments: Mapping[str, str]) -> None:
+    """SIGKILL each victim as soon as its boundary is committed; RuntimeError unless the run comes to its end."""
+    with started(case) as process:
+        for victim, boundary in moments.items():
+            found = _victims(process.pid, victim) if wait_until(_commit(case, boundary).exists, process) else []
+            if not found or process.poll() is not None:
+                raise RuntimeError(f"no {victim} was there to be killed after {boundary}: {last_words(case)}")
+            _kill(found[0])
+        if process.wait(DEADLINE_SECONDS) != 0:
+            raise RuntimeError(f"the run did not survive the death of {', '.join(moments)}: {last_words(case)}")
+
+
+def kill_victim(case: Case, victim: str, generator: random.Random) -> bool:
     """SIGKILL a victim at a random moment after the first commit; false when the run was done before.
 
-    Unless it was the flow's process, the run has to go on: to its end, or for another step.
+    Unless it was the flow's process, the run has to finish another step.
     """
     before = committed(case.folder)
     with started(case) as process:
         if not wait_until(lambda: committed(case.folder) != before, process):
             return False
         time.sleep(generator.uniform(0, 1.5))
-        family = _family(process.pid)
-        found = family[-1:] if victim == "flow" else [one for one in family if _title(one).startswith(VICTIMS[victim])]
+        found = _victims(process.pid, victim)
         if not found or process.poll() is not None:
             return False
         steps = len(manifest.finished_steps(case.folder))
         _kill(generator.choice(found))
-        if victim != "flow":
-            _require_survival(case, process, victim, steps=None if to_the_end else steps)
+        if victim == "flow" or wait_until(lambda: len(manifest.finished_steps(case.folder)) > steps, process):
+            return True
+        if process.wait(DEADLINE_SECONDS) != 0:
+            raise RuntimeError(f"the run did not survive the death of its {victim}: {last_words(case)}")
     return True
 
 
-def _require_survival(case: Case, process: subprocess.Popen[bytes], victim: str, *, steps: int | None) -> None:
-    """RuntimeError unless the run ends well, or finishes more than `steps` steps."""
-    if steps is not None and wait_until(lambda: len(manifest.finished_steps(case.folder)) > steps, process):
-        return
-    if process.wait(DEADLINE_SECONDS) != 0:
-        raise RuntimeError(f"the run did not survive the death of its {victim}: {last_words(case)}")
+def _victims(pid: int, victim: str) -> list[psutil.Process]:
+    """The processes of that kind in the family of a command."""
+    family = _family(pid)
+    return family[-1:] if victim == "flow" else [one for one in family if _title(one).startswith(VICTIMS[victim])]
 
 
 def _title(process: psutil.Process) -> str:

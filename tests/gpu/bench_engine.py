@@ -119,6 +119,7 @@ def difference(found: Fleet, settings: Parameters, folder: Path, vocab: int) -> 
     chosen = prompts(16, 32, vocab)
     table, _ = asyncio.run(through_router(found, chosen, sampling, settings))
     ref = write_table(str(folder / f"rollouts-{time.time_ns()}"), table, ROLLOUTS)
+    assert found.trainer is not None
     both = found.trainer.logprobs(ref, "policy", str(folder / f"logprobs-{time.time_ns()}"))
     scored = read_table(both)
     engine = np.concatenate([np.array(row) for row in scored["rollout_logprobs"].to_pylist()])
@@ -134,6 +135,7 @@ def train_once(found: Fleet, scored: TableRef, folder: Path) -> None:
     advantages = [[1.0 if row % 2 else -1.0] * length for row, length in enumerate(lengths)]
     batch = with_columns(table, {"advantages": list(advantages), "kept": [True] * len(lengths)})
     key = str(time.time_ns())
+    assert found.trainer is not None
     result = found.trainer.step(write_table(str(folder / key), batch, ROLLOUTS), UpdateParams("ppo_clip"), key)
     assert result.applied, result
 
@@ -167,7 +169,7 @@ def pushes(found: Fleet, settings: Parameters, folder: RunFolder, vocab: int, tr
                         3 * number + attempt,
                         sync,
                         folder=folder,
-                        trainer=found.trainer,
+                        trainer=found.weights,
                         engines=list(found.engines),
                         router_url=found.router_url,
                     )

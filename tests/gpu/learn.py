@@ -128,7 +128,7 @@ def main() -> int:
         words = train_command("learn", Path(name), arguments.steps, settings, recipe="smollm2-gpu")
         spent = time.monotonic() - started
         ended = run(words, limit_seconds=arguments.limit_seconds - spent - GRACE_SECONDS - REPORT_SECONDS)
-        result = {
+        result: dict[str, Any] = {
             "arguments": vars(arguments),
             "seconds": ended.seconds,
             "in_time": ended.in_time,
@@ -139,7 +139,7 @@ def main() -> int:
         if result["steps"] < arguments.steps or ended.exit_code:
             Path(arguments.out, "learn_why.txt").write_bytes(last_words(folder))
     print(tables(result), *result["faults"], sep="\n", flush=True)
-    return int(ended.exit_code != 0 or bool(result["faults"]))
+    return int((ended.in_time and ended.exit_code != 0) or bool(result["faults"]))
 
 
 if __name__ == "__main__":

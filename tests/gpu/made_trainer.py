@@ -19,7 +19,7 @@ from milepost.engines.megatron_model import (
     set_rates,
     wrap_model,
 )
-from milepost.engines.megatron_step import Passes, denominators
+from milepost.engines.megatron_step import PolicyPasses, denominators
 from milepost.engines.model_layout import read_shape
 from milepost.storage.parameters import ModelSection
 from milepost.storage.training import OptimizerSection, PerfSection
@@ -92,12 +92,13 @@ class Trainer:
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.gpt, self.model = gpt, wrap_model(gpt)
         self.optimizer = build_optimizer(self.model, OptimizerSection(), perf)
-        self.passes = Passes(self.model, self.shape, 1.0, compiled=compiled)
+        self.passes = PolicyPasses(self.model, self.shape, 1.0, compiled=compiled)
         self.parked = Parked()
 
     def micro_batches(self, lengths: list[int], count: int) -> tuple[list[Sample], list[MicroBatch]]:
         """`count` micro-batches of sequences of `lengths`, three quarters of each a response."""
-        random, samples, batches = np.random.default_rng(0), [], []
+        samples: list[Sample] = []
+        random, batches = np.random.default_rng(0), []
         for _ in range(count):
             made = [_sample(random, length, self.shape.vocab, len(samples)) for length in lengths]
             samples += made
@@ -108,7 +109,7 @@ class Trainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.passes.gradients(batches, get_loss("ppo_clip"), {}, denominators(samples))
-        set_rates(self.optimizer, lr=1e-6, weight_decay=0.0)
+        set_rates(self.optimizer, OptimizerSection(), lr=1e-6)
         self.optimizer.step()
 
 
