@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from milepost.engines.fake_critic import FakeCritic
 from milepost.engines.protocols import (
     CheckpointRef,
     ExportKind,
@@ -40,6 +41,7 @@ class FakeRank:
         self._version: WeightVersion | None = None  # as exported, while the weights are still those
         self._results: dict[str, UpdateResult] = {}
         self._last: UpdateResult | None = None
+        self._critic = FakeCritic(self._packing) if setup and setup.critic else None
         self.is_resting = False
 
     def rendezvous(self) -> tuple[str, int]:
@@ -60,6 +62,15 @@ class FakeRank:
         known = [[0.0] * len(ids) if found is None else found for found, ids in zip(stored, tokens, strict=True)]
         found = [[value - less / 64 for value in row] for row in known]
         return write_table(uri, with_columns(table, {column: list(found)}), ROLLOUTS)
+
+    def values(self, batch: TableRef, uri: str) -> TableRef:
+        assert self._critic is not None
+        table = read_table(batch)
+        found = [[self._critic.expected] * len(ids) for ids in table["response_token_ids"].to_pylist()]
+        return write_table(uri, with_columns(table, {"values": list(found)}), ROLLOUTS)
+
+    def critic_step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult | None:
+        return self._critic.learn(read_table(batch), key) if self._critic else None
 
     def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
         if key in self._results:
@@ -106,10 +117,13 @@ class FakeRank:
             "state": self._state,
             "last": asdict(self._last) if self._last else None,
             "reference": [self._reference, self._renewed],
+            **({"critic": self._critic.state()} if self._critic else {}),
         }
         files.publish_json(files.join(uri, "fake.json"), state, overwrite=True)
         version = self._version or WeightVersion(self._optimizer_steps(), self._state[:32])
-        return CheckpointRef(uri, version, self._last.key if self._last else "", {"data_parallel": self._world})
+        taught = self._critic.last_key if self._critic else ""
+        last = taught or (self._last.key if self._last else "")
+        return CheckpointRef(uri, version, last, {"data_parallel": self._world})
 
     def release_memory(self) -> None:
         self.is_resting = True
@@ -124,3 +138,5 @@ class FakeRank:
         self._reference, self._renewed = saved.get("reference", (self._reference, ""))
         self._last = UpdateResult(**saved["last"]) if saved["last"] else None
         self._results = {self._last.key: self._last} if self._last else {}
+        if self._critic:
+            self._critic.go_on_from(saved.get("critic", FakeCritic(self._packing).state()))

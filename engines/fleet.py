@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from milepost.engines import cluster
@@ -20,7 +21,15 @@ from milepost.engines.protocols import WeightHolder
 from milepost.engines.rollout_actor import RolloutActor, connect_rollout_engine, engine_name, serve
 from milepost.engines.rollout_start import create_rollout
 from milepost.engines.tool_processes import start_tools
-from milepost.engines.train_actors import TrainActors, TrainSetup, connect_train_engine, create_train_engine, rank_name
+from milepost.engines.train_actors import (
+    CriticSetup,
+    TrainActors,
+    TrainSetup,
+    connect_train_engine,
+    create_train_engine,
+    rank_name,
+)
+from milepost.storage.batch_plan import critic_optimizer
 from milepost.storage.parameters import Parameters
 from milepost.storage.stages import WHOLE, Course
 
@@ -60,7 +69,13 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
-def create_trainer(run: str, parameters: Parameters, model_dir: str, reference_dir: str = "") -> TrainActors:
+def create_trainer(
+    run: str, parameters: Parameters, model_dir: str, others: Mapping[str, str] = MappingProxyType({})
+) -> TrainActors:
+    """The trainer of a run; `others` are the folders of models that `reference` and `critic` have for themselves."""
+    critic = None
+    if parameters.algorithm.has_critic:
+        critic = CriticSetup(others.get("critic", model_dir), critic_optimizer(parameters))
     setup = TrainSetup(
         model_dir=model_dir,
         model=parameters.model,
@@ -68,7 +83,8 @@ def create_trainer(run: str, parameters: Parameters, model_dir: str, reference_d
         perf=parameters.perf,
         temperature=parameters.rollout.temperature,
         seed=parameters.data.seed,
-        reference_dir=reference_dir,
+        reference_dir=others.get("reference", ""),
+        critic=critic,
     )
     shares = rank_shares(run, parameters)
     return create_train_engine(
@@ -116,21 +132,20 @@ def fleet(
     parameters: Parameters,
     model_dir: str,
     *,
-    reference_dir: str = "",
+    others: Mapping[str, str] = MappingProxyType({}),
     course: Course = WHOLE,
     engine_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Fleet]:
     """Start every process that the stages of `run` need, and end them all on the way out, whatever happened.
 
     All processes come first and models after them, because importing takes as long as loading a small model.
-    `reference_dir` is the model of the reference policy if it is another, `engine_options` are further arguments of the
-    rollout engine's class.
+    `others` are as of create_trainer, `engine_options` are further arguments of the rollout engine's class.
     """
     with ExitStack() as stack:
         stack.enter_context(reserved(run, parameters))
         started: list[Closing] = []
         stack.callback(_close_all, started)
-        trainer = create_trainer(run, parameters, model_dir, reference_dir) if course.trains else None
+        trainer = create_trainer(run, parameters, model_dir, others) if course.trains else None
         if trainer:
             started.append(trainer)
         serving: list[RolloutActor] = []

@@ -94,16 +94,26 @@ def _entropy(inputs: LossInputs, batch: _Batch, params: LossParams) -> Tensor | 
 
 
 def _outputs(
-    inputs: LossInputs, batch: _Batch, params: LossParams, token_loss: Tensor, token_metrics: dict[str, Tensor]
+    inputs: LossInputs,
+    batch: _Batch,
+    params: LossParams,
+    token_loss: Tensor,
+    token_metrics: dict[str, Tensor],
+    *,
+    compares: bool = True,
 ) -> LossOutputs:
-    """The policy's token losses, weighted, with reference penalty and entropy bonus, as one number."""
+    """The policy's token losses, weighted, with reference penalty and entropy bonus, as one number.
+
+    A loss that `compares` nothing with the old policy says nothing of it either: its log-probabilities may be made up.
+    """
 
     def total(values: Tensor) -> Tensor:
         return aggregate(
             values, batch.mask, inputs.denominators, aggregation=params.aggregation, max_length=params.max_length
         )
 
-    shown = {"ppo_kl": -batch.log_ratio, "ratio_mean": _ratio(batch.log_ratio), **token_metrics}
+    away = {"ppo_kl": -batch.log_ratio, "ratio_mean": _ratio(batch.log_ratio)} if compares else {}
+    shown = {**away, **token_metrics}
     if inputs.importance_weights is not None:
         weights = clean(batch.mask, inputs.importance_weights).detach()
         token_loss = torch.where(weights == 0, 0.0, token_loss * weights)
@@ -123,7 +133,8 @@ def _outputs(
             loss = loss - params.entropy_coef * total(entropy)
     tokens = max(inputs.denominators.tokens, 1.0)
     metrics = {name: clean(batch.mask, value.detach()).sum() / tokens for name, value in shown.items()}
-    return LossOutputs(loss, {"pg_loss": policy.detach(), "ess_ratio": _effective(inputs, batch), **metrics})
+    effective = {"ess_ratio": _effective(inputs, batch)} if compares else {}
+    return LossOutputs(loss, {"pg_loss": policy.detach(), **effective, **metrics})
 
 
 def _effective(inputs: LossInputs, batch: _Batch) -> Tensor:
@@ -188,7 +199,7 @@ def policy_gradient(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutput
 def sft(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
     """Negative log-likelihood of the trained tokens; advantages are ignored."""
     batch, options = _batch(inputs), replace(loss_params(params), opsm_delta=None)
-    return _outputs(inputs, batch, options, -batch.logprobs, {"nll": -batch.logprobs})
+    return _outputs(inputs, batch, options, -batch.logprobs, {"nll": -batch.logprobs}, compares=False)
 
 
 def get_loss(name: str) -> Loss:

@@ -17,7 +17,8 @@ from milepost.engines.megatron_attention import boundaries
 from milepost.engines.row_split import WHOLE, RowSplit, chunk_columns
 from milepost.storage.micro_batches import trained_lengths
 
-_OPTIONAL_COLUMNS = ("ref_logprobs", "importance_weights")  # which all samples of a batch have, or none
+CRITIC_COLUMNS = ("values", "returns")
+_OPTIONAL_COLUMNS = ("ref_logprobs", "importance_weights", *CRITIC_COLUMNS)  # all samples of a batch have, or none
 _LOSS_COLUMNS = ("loss_mask", "advantages", "old_logprobs", "rollout_logprobs", *_OPTIONAL_COLUMNS)
 
 
@@ -113,8 +114,16 @@ def _without(sample: Sample, column: str) -> Sample:
 
 
 def loss_columns(samples: list[Sample]) -> list[str]:
-    """The per-token columns that `trained_samples` have, which are the same for all of them."""
-    return list(samples[0].columns) if samples else []
+    """The per-token columns of the policy's loss that `trained_samples` have, which are the same for all of them."""
+    return [name for name in samples[0].columns if name not in CRITIC_COLUMNS] if samples else []
+
+
+def value_columns(samples: list[Sample]) -> list[str]:
+    """The per-token columns of the critic's loss, which `trained_samples` must have for it."""
+    for name in CRITIC_COLUMNS:
+        if name not in samples[0].columns:
+            raise ValueError(f"sample {samples[0].sample_id!r} has no {name}: fill the column before the critic's step")
+    return ["loss_mask", *CRITIC_COLUMNS]
 
 
 def micro_batch(

@@ -20,8 +20,8 @@ from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.digest import weights_digest
 from milepost.engines.hf_export import copy_side_files, export_folder, new_folder
 from milepost.engines.hf_folder import HfFolder
-from milepost.engines.megatron_checkpoint import unsaved
 from milepost.engines.megatron_model import DTYPES, build_model
+from milepost.engines.megatron_model_state import unsaved
 from milepost.engines.megatron_weights import gather_weights, load_weights
 from milepost.engines.model_layout import ModelShape, read_shape
 from milepost.storage import files

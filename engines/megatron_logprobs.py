@@ -1,7 +1,8 @@
-"""Log-probabilities of taken tokens and entropies, from logits that tensor-parallel ranks have by vocabulary.
+"""Log-probabilities of taken tokens and entropies, from hidden states and an output layer split by vocabulary.
 
-In float32, without a float32 copy of all logits: a chunk of rows at a time, or in compiled kernels that need none.
-Every row is worked on where it lies, because picking rows out of the logits would copy them.
+Only rows that predict a taken token have logits, a chunk of them at a time, and in float32 no more than a part of a
+chunk. The backward pass makes them again in place of keeping them: four products of the output layer instead of three,
+for memory that does not grow with the micro-batch. Of rows that fit one chunk they are kept, and nothing is made twice.
 """
 
 from collections.abc import Callable
@@ -17,31 +18,51 @@ _FLOOR = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
-class VocabSlice:
-    """This rank's columns of the logits: `first` and on of `vocab`; columns past `vocab` are padding."""
+class OutputLayer:
+    """This rank's tokens of the output layer: `first` and on of `vocab`; rows of `weight` past those are padding.
 
+    Its gradient is added to `weight.main_grad`, where Megatron sums gradients up in float32.
+    """
+
+    weight: Tensor  # [local vocabulary, hidden]
     vocab: int
     first: int = 0
-    group: Any = None  # process group of the ranks with the other columns
+    group: Any = None  # process group of the ranks with the other tokens
     compiled: bool = False
-    chunk_elements: int = 1 << 24  # float32 logits in flight when not compiled: 64 MiB
+    chunk_bytes: int = 1 << 26  # of logits at once, in the type of the weight
+    float_elements: int = 1 << 24  # of them in float32 when not compiled: 64 MiB
 
-    def local(self, targets: Tensor, width: int) -> Tensor:
-        """The local column of each target, -1 for one that another rank has."""
-        column = targets - self.first
-        return torch.where((column >= 0) & (column < width), column, -1)
+    def chunks(self, rows: int) -> list[slice]:
+        step = max(1, self.chunk_bytes // (len(self.weight) * self.weight.element_size()))
+        return [slice(start, start + step) for start in range(0, rows, step)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.t()
+
+    def add_gradient(self, slopes: Tensor, hidden: Tensor) -> None:
+        """Add to the gradient of the weight what the `slopes` of the logits of `hidden` give."""
+        whole: Tensor = self.weight.main_grad
+        if whole.dtype == slopes.dtype:
+            whole.addmm_(slopes.t(), hidden)
+        else:
+            whole.add_(slopes.t() @ hidden)
+
+    def local(self, targets: Tensor) -> Tensor:
+        """The local row of each target, -1 for one that another rank has."""
+        row = targets - self.first
+        return torch.where((row >= 0) & (row < len(self.weight)), row, -1)
 
     def reduce(self, tensor: Tensor, operation: Any) -> Tensor:
-        if self.group is not None and self.group.size() > 1:
+        if self.group is not None and self.group.size() > 1 and tensor.numel():
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
     def by_rows(self, function: Callable[..., Tensor], logits: Tensor, *rows: Tensor, **constants: Any) -> Tensor:
-        """`function(logits, *rows)`, in chunks of rows unless it is compiled."""
+        """`function(logits, *rows)`, in parts of rows unless it is compiled."""
         constants["valid"] = min(max(self.vocab - self.first, 0), logits.shape[1])
         if self.compiled:
             return _compiled(function)(logits, *rows, **constants)
-        step = max(1, self.chunk_elements // logits.shape[1])
+        step = max(1, self.float_elements // logits.shape[1])
         first, *others = zip(logits.split(step), *(row.split(step) for row in rows), strict=True)
         found = function(*first, **constants)
         if not others:
@@ -104,58 +125,73 @@ def _slopes(
 
 
 def taken_logprobs(
-    logits: Tensor, positions: Tensor, targets: Tensor, *, temperature: float, columns: VocabSlice
+    hidden: Tensor, positions: Tensor, targets: Tensor, *, temperature: float, layer: OutputLayer
 ) -> Tensor:
-    """log_softmax(logits[positions] / temperature) of `targets`, float32 `[n]`, with gradient.
+    """log_softmax(logits / temperature) of `targets` at `positions`, float32 `[n]`, with gradient.
 
-    `logits` is `[tokens, local vocabulary]`; `positions` are distinct rows of it, `targets` token ids.
+    `hidden` is `[tokens, hidden]`; `positions` are distinct rows of it, `targets` token ids.
     """
-    return _taken(logits, positions, targets, temperature, columns, False)[0]
+    found: Tensor = _TakenLogprobs.apply(hidden, positions, targets, temperature, layer, False)[0]
+    return found
 
 
 def taken_logprobs_and_entropy(
-    logits: Tensor, positions: Tensor, targets: Tensor, *, temperature: float, columns: VocabSlice
+    hidden: Tensor, positions: Tensor, targets: Tensor, *, temperature: float, layer: OutputLayer
 ) -> tuple[Tensor, Tensor]:
     """`taken_logprobs`, and the entropy in nats of the distributions that the targets were taken from, alike."""
-    logprobs, entropy = _taken(logits, positions, targets, temperature, columns, True)
+    logprobs, entropy = _TakenLogprobs.apply(hidden, positions, targets, temperature, layer, True)
     return logprobs, entropy
-
-
-def _taken(
-    logits: Tensor, positions: Tensor, targets: Tensor, temperature: float, columns: VocabSlice, entropy: bool
-) -> list[Tensor]:
-    rows = targets.new_full((logits.shape[0],), -1).index_copy(0, positions, columns.local(targets, logits.shape[1]))
-    found: tuple[Tensor, ...] = _TakenLogprobs.apply(logits, rows, temperature, columns, entropy)
-    return [values[positions] for values in found]
 
 
 class _TakenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, column: Tensor, temperature: float, columns: VocabSlice, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        temperature: float,
+        layer: OutputLayer,
+        entropy: bool,
     ) -> tuple[Tensor, ...]:
-        sums = columns.by_rows(_sums, logits, column, temperature=temperature, entropy=entropy)
+        column, chunks, kept = layer.local(targets), layer.chunks(len(positions)), None
+        sums = torch.empty(len(positions), 3 + entropy, device=hidden.device)
+        for rows in chunks:
+            logits = layer.logits(hidden[positions[rows]])
+            sums[rows] = layer.by_rows(_sums, logits, column[rows], temperature=temperature, entropy=entropy)
+            kept = logits if len(chunks) == 1 else None
+            del logits  # before the next are made
         own_top, own_total, own_chosen, *own_moment = sums.unbind(dim=1)
-        top = columns.reduce(own_top.clone(), dist.ReduceOp.MAX)
+        top = layer.reduce(own_top.clone(), dist.ReduceOp.MAX)
         lower = own_top - top
         shares = [own_total * lower.exp(), own_chosen]
         shares += [(moment + own_total * lower) * lower.exp() for moment in own_moment]
-        total, chosen, *moment = columns.reduce(torch.stack(shares), dist.ReduceOp.SUM).unbind()
+        total, chosen, *moment = layer.reduce(torch.stack(shares), dist.ReduceOp.SUM).unbind()
         normalizer = top + total.log()
         found = [chosen - normalizer, *(total.log() - below / total for below in moment)]
-        ctx.save_for_backward(logits, column, normalizer, *found[1:])
-        ctx.temperature, ctx.columns = temperature, columns
+        ctx.save_for_backward(hidden, positions, kept, column, normalizer, *found[1:])
+        ctx.temperature, ctx.layer = temperature, layer
         ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
     def backward(
         ctx: Any, gradient: Tensor | None, entropy_gradient: Tensor | None = None
-    ) -> tuple[Tensor, None, None, None, None]:
-        """d taken / d logits = (one_hot(target) - softmax) / temperature; rows that are not asked for have weight 0."""
-        logits, column, normalizer, *entropy = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        """d taken / d logits = (one_hot(target) - softmax) / temperature, a chunk of rows at a time."""
+        hidden, positions, kept, column, normalizer, *entropy = ctx.saved_tensors
+        layer: OutputLayer = ctx.layer
         weight = torch.zeros_like(normalizer) if gradient is None else gradient / ctx.temperature
-        rows = [column, normalizer, weight]
+        given = [column, normalizer, weight]
         if entropy_gradient is not None:
-            rows += [*entropy, entropy_gradient / ctx.temperature]
-        return ctx.columns.by_rows(_slopes, logits, *rows, temperature=ctx.temperature), None, None, None, None
+            given += [*entropy, entropy_gradient / ctx.temperature]
+        back = torch.zeros_like(hidden)
+        for rows in layer.chunks(len(positions)):
+            own = hidden[positions[rows]]
+            logits = layer.logits(own) if kept is None else kept
+            slopes = layer.by_rows(_slopes, logits, *(part[rows] for part in given), temperature=ctx.temperature)
+            del logits
+            back.index_copy_(0, positions[rows], slopes @ layer.weight)
+            layer.add_gradient(slopes, own)
+            del slopes
+        return back, None, None, None, None, None

@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
+from milepost.engines.megatron_head import HiddenModel
 from milepost.engines.megatron_layers import block_spec
 from milepost.engines.model_layout import ModelShape, Rope
 from milepost.storage.parameters import ModelSection
@@ -118,9 +119,9 @@ class Rotary(torch.nn.Module):
 
 
 def build_model(shape: ModelShape, model: ModelSection, perf: PerfSection) -> GPTModel:
-    """This rank's slice of the model on its device, with weights that are still to be loaded."""
+    """This rank's slice of the model, up to hidden states, on its device, with weights that are still to be loaded."""
     config = transformer_config(shape, model, perf)
-    gpt = GPTModel(
+    gpt = HiddenModel(
         config=config,
         transformer_layer_spec=block_spec(config),
         vocab_size=shape.padded_vocab(model.tensor_parallel),
@@ -196,11 +197,14 @@ def build_optimizer(model: DistributedDataParallel, optimizer: OptimizerSection,
     return built
 
 
-def set_rates(optimizer: Any, *, lr: float, weight_decay: float) -> None:
-    """The rates of the next step. Megatron's groups say which weights decay: not norms and biases."""
+def set_rates(optimizer: Any, section: OptimizerSection, *, lr: float) -> None:
+    """How the next step is taken. Megatron's groups say which weights decay: not norms and biases."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
-        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = section.weight_decay * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = (section.beta1, section.beta2), section.eps
+    for part in parts(optimizer):
+        part.config.clip_grad = section.clip_grad
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -12,11 +12,15 @@ from milepost.engines.model_layout import ModelShape
 
 
 class ReferenceWeights:
-    """Those of a model folder, until the policy takes their place; each rank has its slice, in the host's memory."""
+    """Those of a model folder, until the policy takes their place; each rank has its slice, in the host's memory.
+
+    `began` is the digest of those of the folder, once known, and `renewed` the name of what has taken their place.
+    """
 
     def __init__(self, model: torch.nn.Module, shape: ModelShape, folder: str) -> None:
         self._model, self._shape, self._folder = model, shape, folder
         self._kept: list[Tensor] | None = None
+        self.began, self.renewed = "", ""
 
     @contextlib.contextmanager
     def in_place(self, *, keep: bool = False) -> Iterator[None]:

@@ -18,6 +18,8 @@ from milepost.engines.model_layout import ModelShape
 
 Kind = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
 
+_HEAD = "output_layer.weight"
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -36,7 +38,7 @@ def weights_of(shape: ModelShape) -> list[Weight]:
     """
     found = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")]
     if not shape.tied:
-        found.append(Weight("output_layer.weight", ("lm_head.weight",), "vocab"))
+        found.append(Weight(_HEAD, ("lm_head.weight",), "vocab"))
     for layer in range(shape.layers):
         found += _layer(shape, layer)
     found.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",), "whole"))
@@ -129,7 +131,7 @@ def _local_names(weight: Weight, shape: ModelShape) -> list[str]:
         parallel_state.get_pipeline_model_parallel_rank(),
     )
     if weight.kind == "vocab" and shape.tied:
-        return {0: [weight.name], stages - 1: ["output_layer.weight"]}.get(stage, []) if stages > 1 else [weight.name]
+        return {0: [weight.name], stages - 1: [_HEAD]}.get(stage, []) if stages > 1 else [weight.name]
     if stage_of(weight, shape, stages) != stage:
         return []
     if weight.layer is None:
@@ -138,12 +140,16 @@ def _local_names(weight: Weight, shape: ModelShape) -> list[str]:
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, shape: ModelShape, folder: HfFolder) -> None:
-    """Fill this rank's slice of GPTModel `model` from a Hugging Face folder."""
+def load_weights(model: torch.nn.Module, shape: ModelShape, folder: HfFolder, *, without_head: bool = False) -> None:
+    """Fill this rank's slice of GPTModel `model` from a Hugging Face folder.
+
+    With `without_head` its output layer, which is then not that of the folder, stays as it is.
+    """
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    parameters = dict(model.named_parameters())
+    left = {_HEAD} if without_head else set()
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name not in left}
     for weight in weights_of(shape):
-        names = _local_names(weight, shape)
+        names = [name for name in _local_names(weight, shape) if name not in left]
         if not names:
             continue
         local = split(weight.kind, [folder.tensor(name) for name in weight.hf_names], shape, rank=rank, ranks=ranks)

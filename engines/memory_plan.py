@@ -13,6 +13,7 @@ GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2}
 DRIVER_SECONDS = 30
 CONTEXT_BYTES = 2 * GIB  # CUDA, NCCL, cuBLAS and what the allocator cannot use
+LOGITS_BYTES = 3 * GIB  # of logits at once: 8,192 tokens of large vocabularies; those of more are made twice
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,35 @@ class TrainerMemory:
 
 
 def trainer_memory(hf_config: dict[str, Any], parameters: Parameters) -> TrainerMemory:
-    """Of one rank: an even share of the model, and micro-batches as large as they may be.
+    """Of one rank: an even share of what is trained, and micro-batches as large as they may be, of one model at a time.
 
     Gradients are float32; the optimizer has two float32 moments, and float32 main weights where the weights are not.
     """
     model, perf, shape = parameters.model, parameters.perf, read_shape(hf_config)
     size, split = BYTES[perf.dtype], model.tensor_parallel * model.pipeline_parallel
-    count = -(-parameter_count(hf_config) // split)
+    count = -(-trained_parameters(hf_config, parameters) // split)
     state = 8 + (0 if perf.dtype == "float32" else 4)
     tokens = -(-max(perf.max_tokens_per_micro_batch, model.context_length) // model.context_parallel)
     # The first of several stages holds as many micro-batches as there are stages, so the division by them cancels.
     layers = shape.layers
     kept = {"none": _layer(shape, parameters, mlp=True), "selective": _layer(shape, parameters, mlp=False)}
     per_token = layers * kept.get(perf.recompute, shape.hidden) + _layer(shape, parameters, mlp=True)
+    logits = size * tokens * shape.padded_vocab(model.tensor_parallel) // model.tensor_parallel
     return TrainerMemory(
         weights=size * count,
         gradients=4 * count,
         optimizer=state * count // (model.data_parallel * model.context_parallel),
         activations=int(size * tokens * per_token),
-        logits=2 * size * tokens * shape.padded_vocab(model.tensor_parallel) // model.tensor_parallel,
+        logits=2 * min(logits, LOGITS_BYTES),
     )
+
+
+def trained_parameters(hf_config: dict[str, Any], parameters: Parameters) -> int:
+    """Of the policy, and of its critic if it has one, in whose head a token has one number."""
+    policy, shape = parameter_count(hf_config), read_shape(hf_config)
+    if not parameters.algorithm.has_critic:
+        return policy
+    return 2 * policy + shape.hidden - (0 if shape.tied else shape.vocab * shape.hidden)
 
 
 def _layer(shape: ModelShape, parameters: Parameters, *, mlp: bool) -> float:

@@ -1,5 +1,6 @@
 """What callers may ask of an engine. An embedded engine, a fake and a real one cannot be told apart through these."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -12,6 +13,7 @@ from milepost.storage.weight_version import WeightVersion as WeightVersion
 PauseMode = Literal["retract", "in_place", "abort"]
 Role = Literal["policy", "reference"]
 ExportKind = Literal["full", "delta"]
+VALUE_LOSS = "value"
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class UpdateParams:
-    """The loss of a batch. `params` are its keyword arguments (clip_low, aggregation, ...), with JSON values."""
+    """The loss of a batch. `params` are its keyword arguments (clip_low, aggregation, ...), with JSON values.
+
+    The critic has one loss only, VALUE_LOSS. `optimizer` is the section that the step is taken under, whatever the
+    engine was built with: a batch that is applied again comes to the same. Empty for what the engine was built with.
+    """
 
     loss: str
     params: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class UpdateResult:
     """What a step did. `applied` is false when the weights did not change.
 
     They do not when loss or gradient were not finite, or when the batch `is_empty`. `micro_batches` is how it was cut,
-    as storage/micro_batches.py writes it; None where nothing was, or a trainer does not say.
+    as storage/micro_batches.py writes it; None where nothing was, or a trainer does not say. A metric that is not
+    finite is left out: JSON, and so every record of it, has no such number.
     """
 
     key: str
@@ -86,6 +94,10 @@ class UpdateResult:
     optimizer_step: int
     metrics: dict[str, float]
     micro_batches: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        object.__setattr__(self, "metrics", finite)
 
     @property
     def is_empty(self) -> bool:
@@ -133,13 +145,20 @@ class WeightHolder(Protocol):
 
 
 class TrainEngine(WeightHolder, Protocol):
-    """A model under training, over any number of ranks."""
+    """A model under training, and its critic if it has one, over any number of ranks."""
 
     def logprobs(self, batch: TableRef, role: Role, uri: str) -> TableRef:
         """The batch with `old_logprobs` (policy) or `ref_logprobs` (reference) filled, written under `uri`.
 
         Log-probabilities are taken at the temperature the engine was built with, the one samples are drawn at. The
         reference is the model the engine was built with for that, until it is renewed.
+        """
+        ...
+
+    def values(self, batch: TableRef, uri: str) -> TableRef:
+        """The batch with `values` filled by the critic, written under `uri`.
+
+        Each is of the state before a response token, the one that its log-probability is taken in.
         """
         ...
 
@@ -152,6 +171,13 @@ class TrainEngine(WeightHolder, Protocol):
 
     def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
         """One optimizer step on the whole batch. A key that was applied before returns its recorded result."""
+        ...
+
+    def critic_step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult | None:
+        """One optimizer step of the critic on the whole batch, as `step` is the policy's; its keys are its own.
+
+        Nothing, and None, of an engine without a critic: one that has taken up a run under other parameters.
+        """
         ...
 
     def digest(self) -> str:
@@ -171,6 +197,7 @@ class TrainEngine(WeightHolder, Protocol):
     def restore(self, ref: CheckpointRef) -> None:
         """Take up the state of a published checkpoint; batches applied after it count as not applied.
 
-        DamagedCheckpoint when a file or a part of the state is missing or has changed; nothing starts fresh.
+        DamagedCheckpoint when a file or a part of the state is missing or has changed; nothing starts fresh, but a
+        critic where none was trained when the checkpoint was saved.
         """
         ...

@@ -5,6 +5,8 @@ Every value is that of Megatron's scheduler: warm-up first, then the schedule do
 
 import math
 
+from milepost.storage.batch_plan import critic_optimizer
+from milepost.storage.parameters import Parameters
 from milepost.storage.training import OptimizerSection
 
 
@@ -50,8 +52,8 @@ def _share(step: int, end: int, optimizer: OptimizerSection) -> float:
             return 1.0 - math.sqrt(done)
 
 
-def check_schedule(optimizer: OptimizerSection) -> None:
-    """ValueError for rates that do not rise and fall, and for a decay that has no room."""
+def check_schedule(optimizer: OptimizerSection, section: str = "optimizer") -> None:
+    """ValueError for rates that do not rise and fall, and for a decay that has no room. `section` has the warm-up."""
     for name in ("init_lr", "min_lr"):
         if (low := getattr(optimizer, name)) > optimizer.lr:
             raise ValueError(f"optimizer.{name} {low:g} is more than optimizer.lr {optimizer.lr:g}: lower it")
@@ -60,7 +62,7 @@ def check_schedule(optimizer: OptimizerSection) -> None:
     end, decay = _end(optimizer), optimizer.wsd_decay_steps
     if optimizer.warmup_steps >= end:
         raise ValueError(
-            f"optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing to decay: {optimizer.schedule!r} ends at "
+            f"{section}.warmup_steps {optimizer.warmup_steps} leaves nothing to decay: {optimizer.schedule!r} ends at "
             f"optimizer step {end}, so take fewer or set optimizer.decay_steps"
         )
     if optimizer.schedule != "wsd":
@@ -72,6 +74,13 @@ def check_schedule(optimizer: OptimizerSection) -> None:
             f"optimizer.wsd_decay_steps {decay} do not fit: {end - optimizer.warmup_steps} optimizer steps are left "
             f"after warm-up, until optimizer.decay_steps {end}"
         )
+
+
+def check_rates(parameters: Parameters) -> None:
+    """ValueError for a schedule of the policy, or of its critic if it has one, that cannot be kept to."""
+    check_schedule(parameters.optimizer)
+    if parameters.algorithm.has_critic:
+        check_schedule(critic_optimizer(parameters), "critic")
 
 
 def after_the_end(optimizer: OptimizerSection, optimizer_steps: int) -> str:

@@ -116,6 +116,7 @@ class Tokenizer:
         return [self._masked(one) for one in found]
 
     def _marked(self, messages: Messages, tools: Messages | None) -> Learnable:
+        self._render_text(messages, False, tools)  # refuses what the template cannot show
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._backend.apply_chat_template(messages, tools=tools, **options)
         return Learnable(messages[: answers_of(messages)[0]], list(found["input_ids"]), list(found["assistant_masks"]))
@@ -129,6 +130,9 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], asks: bool, tools: list[dict[str, Any]] | None = None
     ) -> str:
         text: str = self._backend.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asks)
+        for at, message in enumerate(messages):
+            if isinstance(message.get("content"), list) and str(message["content"]) in text:
+                raise ValueError(f"the chat template cannot join the parts of message {at}: give its content as text")
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -195,8 +199,20 @@ def token_texts(model_folder: str, ids: Sequence[int]) -> list[str]:
 
     Its number where the folder has no tokenizer.json, or has it no more.
     """
-    path = Path(model_folder) / "tokenizer.json"
-    if not path.is_file():
+    tokenizer = _raw(model_folder)
+    if tokenizer is None:
         return [str(token) for token in ids]
-    tokenizer = RawTokenizer.from_file(str(path))
     return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+def prompt_texts(model_folder: str, ids: Sequence[int]) -> tuple[str, str]:
+    """A prompt as the model reads it, and that without special tokens; empty where the folder has no tokenizer.json."""
+    tokenizer = _raw(model_folder)
+    if tokenizer is None:
+        return "", ""
+    return tokenizer.decode(ids, skip_special_tokens=False), tokenizer.decode(ids)
+
+
+def _raw(model_folder: str) -> RawTokenizer | None:
+    path = Path(model_folder) / "tokenizer.json"
+    return RawTokenizer.from_file(str(path)) if path.is_file() else None

@@ -31,10 +31,19 @@ CONTROL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
+class CriticSetup:
+    """The folder of the model that a critic begins as, all but its head, and its optimizer."""
+
+    model_dir: str
+    optimizer: OptimizerSection
+
+
+@dataclass(frozen=True)
 class TrainSetup:
     """What a trainer is made of. `temperature` is the one samples are drawn at; `seed` is of its random streams.
 
-    The reference policy is the model in `reference_dir`, or the one that is trained as it is in `model_dir`.
+    The reference policy is the model in `reference_dir`, or the one that is trained as it is in `model_dir`. Without
+    `critic` there is none.
     """
 
     model_dir: str
@@ -44,6 +53,7 @@ class TrainSetup:
     temperature: float
     seed: int
     reference_dir: str = ""
+    critic: CriticSetup | None = None
 
     @property
     def world(self) -> int:
@@ -70,11 +80,19 @@ class TrainActors:
         filled: TableRef = self._call("logprobs", batch, role, uri)
         return filled
 
+    def values(self, batch: TableRef, uri: str) -> TableRef:
+        filled: TableRef = self._call("values", batch, uri)
+        return filled
+
     def renew_reference(self, name: str) -> None:
         self._call("renew_reference", name)
 
     def step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult:
         result: UpdateResult = self._call("step", batch, update, key)
+        return result
+
+    def critic_step(self, batch: TableRef, update: UpdateParams, key: str) -> UpdateResult | None:
+        result: UpdateResult | None = self._call("critic_step", batch, update, key)
         return result
 
     def digest(self) -> str:

@@ -3,10 +3,8 @@
 from milepost.storage.batch_plan import BatchPlan
 from milepost.storage.parameters import Parameters
 from milepost.storage.stages import WHOLE, Course
-from milepost.storage.training import AlgorithmSection
+from milepost.storage.training import AlgorithmSection, CriticSection
 from milepost.tasks.advantages import BASELINES, DISCOUNTED, PER_TOKEN
-
-NEEDS_CRITIC = ("gae", "ppo")  # what users of others know them as
 
 
 def check_algorithm(parameters: Parameters, batch: BatchPlan, course: Course = WHOLE) -> None:
@@ -15,6 +13,7 @@ def check_algorithm(parameters: Parameters, batch: BatchPlan, course: Course = W
         _check_filter(parameters, batch)
     if course.trains:
         _check_advantage(parameters.algorithm, batch)
+        _check_critic(parameters)
         _check_divergence(parameters.algorithm)
         _check_reference(parameters)
         _check_temperature(parameters)
@@ -30,11 +29,8 @@ def _check_filter(parameters: Parameters, batch: BatchPlan) -> None:
 
 def _check_advantage(algorithm: AlgorithmSection, batch: BatchPlan) -> None:
     name = algorithm.advantage
-    if name in NEEDS_CRITIC:
-        raise ValueError(
-            f"algorithm.advantage {name!r} needs a critic, and there is none yet: take reinforce_plus_plus, or one "
-            f"that compares the samples of a group, {', '.join(BASELINES)}"
-        )
+    if name == "ppo":  # what users of others know it as
+        raise ValueError("algorithm.advantage 'ppo' is called 'gae' here, and the loss of PPO ppo_clip: take gae")
     if name in BASELINES and batch.n_samples_per_prompt == 1:
         raise ValueError(
             f"algorithm.advantage {name!r} compares the samples of a group, and with data.n_samples_per_prompt 1 it is "
@@ -44,6 +40,18 @@ def _check_advantage(algorithm: AlgorithmSection, batch: BatchPlan) -> None:
         raise ValueError(
             f"algorithm.gamma is {algorithm.gamma:g} and advantage {name!r} discounts nothing: leave it at 1, or take "
             f"{', '.join(DISCOUNTED)}"
+        )
+
+
+def _check_critic(parameters: Parameters) -> None:
+    algorithm, critic, usual = parameters.algorithm, parameters.critic, CriticSection()
+    given = [f"critic.{name} is {value!r}" for name, value in critic if value != getattr(usual, name)]
+    if algorithm.gae_lambda != AlgorithmSection().gae_lambda:
+        given.append(f"algorithm.gae_lambda is {algorithm.gae_lambda:g}")
+    if given and not algorithm.has_critic:
+        raise ValueError(
+            f"{given[0]} and advantage {algorithm.advantage!r} has no critic: leave it out, or set "
+            "algorithm.advantage=gae"
         )
 
 

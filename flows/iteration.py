@@ -192,7 +192,7 @@ class Improved:
 
     @property
     def metrics(self) -> dict[str, float]:
-        made = update_metrics(self.optimized.results) | self.optimized.mismatch
+        made = update_metrics(self.optimized.results, self.optimized.critic) | self.optimized.mismatch
         return made | {"time/sync": self.synced.seconds} | self.synced.metrics
 
 

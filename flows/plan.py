@@ -1,7 +1,8 @@
 """What a run would be, worked out and checked without starting anything: `train` refuses what this refuses."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import pyarrow as pa
 from milepost.engines.loss_params import check_loss
 from milepost.engines.model_layout import check_layout
 from milepost.engines.model_source import resolve_model
-from milepost.engines.schedule import check_schedule
+from milepost.engines.schedule import check_rates
 from milepost.engines.sglang_flags import check_sglang
 from milepost.flows.algorithm_checks import check_algorithm
 from milepost.flows.engine_checks import check_engines, check_gpus, has_gpus
 from milepost.flows.off_policy_checks import check_off_policy
+from milepost.flows.other_models import check_others, other_models
 from milepost.flows.parents import adopted, check_source, open_source, stored_rollouts
 from milepost.flows.planned_prompts import load_eval_prompts, load_planned
-from milepost.flows.reference import check_reference, reference_folder
 from milepost.flows.service_state import state_folder
 from milepost.router.policies import get_policy
 from milepost.storage.batch_plan import BatchPlan, batch_plan, with_decay_steps
@@ -54,7 +55,8 @@ class RunPlan:
     prompts: PromptSet
     eval_prompts: pa.Table | None
     parent: ParentRun | None = None
-    reference_dir: str = ""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """The folders of its other models, see other_models."""
 
     @property
     def course(self) -> Course:
@@ -166,7 +168,7 @@ def make_plan(
     check_size(parameters)
     batch = batch_plan(parameters)
     if stages.trains:
-        check_schedule(parameters.optimizer)
+        check_rates(parameters)
     check_collection(parameters, batch)
     check_algorithm(parameters, batch, stages)
     check_names(parameters, stages)
@@ -184,9 +186,8 @@ def make_plan(
     model_dir = model_dir or model_folder(model_path)
     config = json.loads(Path(model_dir, "config.json").read_text())
     check_layout(config, parameters.model)
-    reference_dir = reference_folder(parameters) if stages.trains else ""
-    if reference_dir:
-        check_reference(parameters, reference_dir, model_dir)
+    others = other_models(parameters) if stages.trains else {}
+    check_others(parameters, others, model_dir)
     check_gpus(config, parameters)
     check_context(config, parameters)
     if source:
@@ -206,7 +207,7 @@ def make_plan(
         prompts=prompts,
         eval_prompts=load_eval_prompts(parameters, model_dir),
         parent=parent,
-        reference_dir=reference_dir,
+        others=others,
     )
 
 

@@ -3,11 +3,13 @@
 import pyarrow.compute as pc
 
 from milepost.engines import schedule
-from milepost.engines.memory_plan import BYTES, engine_weights, trainer_memory
+from milepost.engines.memory_plan import BYTES, engine_weights, trained_parameters, trainer_memory
 from milepost.engines.model_layout import parameter_count
 from milepost.flows.plan import RunPlan
+from milepost.storage.batch_plan import critic_optimizer, optimizer_steps
 from milepost.storage.carried import round_size
 from milepost.storage.parameters import Parameters
+from milepost.storage.parent import steps_before
 from milepost.storage.prompt_mixture import counts
 from milepost.storage.prompts import PromptSet
 from milepost.storage.redaction import masked_text
@@ -97,16 +99,26 @@ def _sizes(plan: RunPlan) -> Numbers:
 
 def _training(plan: RunPlan) -> Numbers:
     parameters = plan.parameters
-    count = parameter_count(plan.model_config)
-    state = _state_bytes(parameters, count)
+    count = trained_parameters(plan.model_config, parameters)
+    state, memory = _state_bytes(parameters, count), trainer_memory(plan.model_config, parameters)
     return {
-        "optimizer steps": plan.steps * plan.batch.num_steps_per_rollout,
+        "optimizer steps": optimizer_steps(parameters, steps_before(plan.parent) + plan.steps)
+        - optimizer_steps(parameters, steps_before(plan.parent)),
         "learning rate": schedule.shown(parameters.optimizer),
+        **(_critic(parameters) if parameters.algorithm.has_critic else {}),
         "trainer ranks": parameters.model.ranks,
         "trainer state (GiB, all ranks)": round(state / GIB, 3),
-        "trainer memory on a GPU (GiB, about)": round(trainer_memory(plan.model_config, parameters).total / GIB, 1),
-        "logits of a micro-batch (GiB, float32)": round(_logits_bytes(plan) / GIB, 3),
+        "trainer memory on a GPU (GiB, about)": round(memory.total / GIB, 1),
+        "logits on a GPU (GiB, with gradient)": round(memory.logits / GIB, 3),
         "checkpoint (GiB)": round((state - 4 * count) / GIB, 3),
+    }
+
+
+def _critic(parameters: Parameters) -> Numbers:
+    alone = parameters.critic.pretrain_steps
+    return {
+        "critic": f"trained alone until step {alone}, then beside the policy" if alone else "trained beside the policy",
+        "learning rate of the critic": schedule.shown(critic_optimizer(parameters)),
     }
 
 
@@ -122,9 +134,3 @@ def _state_bytes(parameters: Parameters, count: int) -> int:
     weights = BYTES[parameters.perf.dtype]
     main = 0 if parameters.perf.dtype == "float32" else 4
     return count * (weights + 4 + main + 8)
-
-
-def _logits_bytes(plan: RunPlan) -> int:
-    model = plan.parameters.model
-    vocabulary = int(plan.model_config["vocab_size"]) // model.tensor_parallel
-    return 4 * vocabulary * plan.parameters.perf.max_tokens_per_micro_batch // model.context_parallel

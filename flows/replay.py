@@ -17,11 +17,11 @@ from prefect import flow
 from milepost.engines.cluster import gpus
 from milepost.engines.graders import GraderPool
 from milepost.engines.protocols import TrainEngine
+from milepost.flows.other_models import other_models
 from milepost.flows.outcome import recorded
 from milepost.flows.progress import progress_bar
 from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import absolute_root
-from milepost.flows.reference import reference_folder
 from milepost.flows.replay_into import First, check_kept, keep, kept_verdict
 from milepost.flows.replay_verdict import ReplayVerdict, StageVerdict, as_json, stage_verdicts, stored_step, worst
 from milepost.flows.step_range import require_steps, step_range
@@ -47,7 +47,7 @@ async def trainer_before(
         yield None
         return
     used = parameters or record.parameters
-    async with trainer_alone(name, used, record.model["folder"], reference_folder(used, record.model)) as trainer:
+    async with trainer_alone(name, used, record.model["folder"], other_models(used, record.model)) as trainer:
         await asyncio.to_thread(restore_before, folder, step, trainer)
         yield trainer
 

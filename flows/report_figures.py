@@ -69,6 +69,11 @@ def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Eval
         FigureData("entropy, as mean surprise of sampled tokens", [surprise]),
         FigureData("gradient norm", [_of_metric(steps, "train/grad_norm", "before clipping")]),
         FigureData("clipped share of tokens", [_of_metric(steps, "train/pg_clipfrac", "clipped")]),
+        FigureData("squared error of the critic", [_of_metric(steps, "train/value_loss", "value loss")]),
+        FigureData(
+            "how much of the returns the critic foretells",
+            [_of_metric(steps, "train/explained_variance", "explained variance")],
+        ),
         FigureData("log-probabilities apart, mean", [] if learnt else [measured if measured.values else mismatch]),
         FigureData(
             "engine's tokens by how much they count, as a share",

@@ -9,20 +9,21 @@ from typing import Any
 
 import pyarrow as pa
 
-from milepost.engines.schedule import after_the_end, check_schedule
+from milepost.engines.schedule import after_the_end, check_rates
 from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.algorithm_checks import check_algorithm
+from milepost.flows.boundary import require_checkpoint
 from milepost.flows.engine_checks import check_spare
+from milepost.flows.other_models import as_recorded, check_others, other_models
 from milepost.flows.parents import going_on
 from milepost.flows.plan import RunPlan, check_steps, make_plan, model_folder, notices
 from milepost.flows.planned_prompts import load_eval_prompts
 from milepost.flows.progress import say
-from milepost.flows.reference import as_recorded, check_reference, reference_folder
 from milepost.flows.results import evaluations
 from milepost.flows.stopped import stopped
 from milepost.storage import attempts, files, manifest, redaction, runs
 from milepost.storage.attempts import Changes
-from milepost.storage.batch_plan import batch_plan
+from milepost.storage.batch_plan import batch_plan, optimizer_steps
 from milepost.storage.evaluated import evaluated
 from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
@@ -120,7 +121,7 @@ def create_run(plan: RunPlan, folder: RunFolder, *, fence: int = 0) -> Launched:
             "folder": plan.model_dir,
             "config": plan.model_config,
             "tokenizer": load_tokenizer(plan.model_dir, trust_remote_code=trusted).digest,
-            **as_recorded(plan.parameters, plan.reference_dir),
+            **as_recorded(plan.parameters, plan.others),
         },
         started_at=time.time(),
     )
@@ -160,13 +161,13 @@ def reopen_run(
     before = require_resumable(folder, steps)
     chosen = going_on(parameters, before) if parameters else before.parameters
     require_allowed(before, chosen, allowed)
+    require_checkpoint(folder, before, chosen)
     if came_to_end(folder, before) or stopped(folder, chosen):
         return Launched(root, folder, replace(before, parameters=chosen), fence, before.attempt)
     resolved = chosen.resolved(going_on=True)
     if course_of(before).trains:
         tell_of_rates(before, chosen)
-        if reference := reference_folder(resolved, before.model):
-            check_reference(resolved, reference, before.model["folder"])
+        check_others(resolved, other_models(resolved, before.model), before.model["folder"])
     evaluation = _evaluation(folder, chosen, before)
     attempt = attempts.begin(folder, chosen, steps=before.steps, allowed=allowed, evaluation=evaluation)
     record = replace(attempts.current(folder), parameters=chosen)
@@ -181,7 +182,7 @@ def require_allowed(before: RunRecord, chosen: Parameters, allowed: Sequence[str
     if found:
         check_algorithm(chosen, batch_plan(chosen), course_of(before))
     if course_of(before).trains:
-        check_schedule(chosen.optimizer)
+        check_rates(chosen)
     fixed = [key for key in FIXED if key in found and (key == "data.rollouts" or "none" in found[key])]
     if fixed:
         raise ValueError(f"{fixed[0]} decides which stages run {before.run_id!r} has: begin another run to change it")
@@ -198,8 +199,7 @@ def tell_of_masks(parameters: Parameters) -> None:
 
 def tell_of_rates(record: RunRecord, parameters: Parameters) -> None:
     """Say so when a run that goes on has more steps than its learning rate was planned for."""
-    optimizer_steps = trained_steps(record) * batch_plan(parameters).num_steps_per_rollout
-    if told := after_the_end(parameters.optimizer, optimizer_steps):
+    if told := after_the_end(parameters.optimizer, optimizer_steps(parameters, trained_steps(record))):
         say(told)
 
 

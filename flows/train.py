@@ -32,7 +32,13 @@ from milepost.storage.parameters import (
 )
 from milepost.storage.parent import ParentRun
 from milepost.storage.runs import RunFolder
-from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection, ReferenceSection
+from milepost.storage.training import (
+    AlgorithmSection,
+    CriticSection,
+    OptimizerSection,
+    PerfSection,
+    ReferenceSection,
+)
 from milepost.storage.watched import AlertSection, CheckSection, StopSection
 
 
@@ -76,6 +82,7 @@ async def train(
     algorithm: AlgorithmSection = AlgorithmSection(),
     off_policy: OffPolicySection = OffPolicySection(),
     reference: ReferenceSection = ReferenceSection(),
+    critic: CriticSection = CriticSection(),
     optimizer: OptimizerSection = OptimizerSection(),
     perf: PerfSection = PerfSection(),
     sync: SyncSection = SyncSection(),
@@ -102,6 +109,7 @@ async def train(
         algorithm: Advantages, loss, and the optimizer steps of a step.
         off_policy: What is done where trainer and engine differ in how likely a token is, or samples are old.
         reference: The frozen policy that the trained one is compared with.
+        critic: The model that says how much reward is still to come, where advantages need one.
         optimizer: Adam and its schedule.
         perf: What fits in memory, and how fast it goes.
         sync: How new weights reach the rollout engines.
@@ -123,6 +131,7 @@ async def train(
         algorithm=algorithm,
         off_policy=off_policy,
         reference=reference,
+        critic=critic,
         optimizer=optimizer,
         perf=perf,
         sync=sync,

@@ -1,8 +1,9 @@
 """A trainer without rollout engines, for what needs none: replays and supervised fine-tuning."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from types import MappingProxyType
 
 from milepost.engines.fleet import create_trainer
 from milepost.engines.gpu_placement import reserved
@@ -21,7 +22,7 @@ async def trainer_alone(
     name: str,
     parameters: Parameters,
     model_dir: str,
-    reference_dir: str = "",
+    others: Mapping[str, str] = MappingProxyType({}),
     *,
     waiting: AbstractContextManager[None] = nullcontext(),
 ) -> AsyncIterator[TrainEngine]:
@@ -29,7 +30,7 @@ async def trainer_alone(
     alone = without_rollout(parameters)
     async with engine_slots(alone, waiting):
         with reserved(name, alone):
-            trainer = create_trainer(name, alone, model_dir, reference_dir)
+            trainer = create_trainer(name, alone, model_dir, others)
             try:
                 await asyncio.to_thread(trainer.load)
                 yield trainer

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from prefect import flow
 
-from milepost.engines.protocols import UpdateResult
-from milepost.engines.schedule import check_schedule
+from milepost.engines.schedule import check_rates
 from milepost.flows.algorithm_checks import check_algorithm
 from milepost.flows.off_policy_checks import check_off_policy
 from milepost.flows.outcome import recorded
@@ -36,10 +35,10 @@ from milepost.storage.schema import ROLLOUTS
 from milepost.storage.stages import Course, Stage
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.tasks.filters import kept_groups
-from milepost.tasks.optimize import batch_refs
-from milepost.tasks.replay import TIMINGS, StoredStep, run_again, stages_from
+from milepost.tasks.optimize import Optimized, optimized
+from milepost.tasks.replay import StoredStep, batch_numbers, run_again, stages_from
 
-CHANGEABLE = ("reward", "filter", "algorithm", "off_policy", "reference", "optimizer")
+CHANGEABLE = ("reward", "filter", "algorithm", "off_policy", "reference", "critic", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def changed(parameters: Parameters, overrides: list[str], *, steps: int) -> tupl
     for key in differs:
         if key.split(".")[0] not in CHANGEABLE:
             raise ValueError(f"--set {key} would need new samples: a replay can change {', '.join(CHANGEABLE)}")
-    check_schedule(found.optimizer)
+    check_rates(found)
     check_algorithm(found, batch_plan(found))
     check_off_policy(found, generates=False)
     return found, differs
@@ -78,21 +77,20 @@ def first_stage(differs: Changes) -> Stage:
     return "score" if "reward" in sections else "filter" if filters else "optimize"
 
 
-def summary(filtered: list[TableRef], batches: list[TableRef], results: list[dict[str, Any]]) -> dict[str, float]:
+def summary(filtered: list[TableRef], done: Optimized | None) -> dict[str, float]:
     """The numbers of a step that are compared."""
+    done = done or Optimized([], [])
     table = concat([read_table(ref) for ref in filtered], ROLLOUTS)
     rewards = np.asarray(table["reward"].drop_null(), dtype=float)
     found = {"kept_groups": float(kept_groups(table))}
     if len(rewards):
         found["reward"] = float(rewards.mean())
-    trained = [value for ref in batches for row in read_table(ref)["advantages"].to_pylist() for value in row[:1]]
+    trained = [value for ref in done.batches for row in read_table(ref)["advantages"].to_pylist() for value in row[:1]]
     if trained:
         found["advantage_magnitude"] = float(np.abs(trained).mean())
-    names = sorted({name for result in results for name in result["metrics"]} - TIMINGS)
-    return found | {
-        name: float(np.mean([result["metrics"][name] for result in results if name in result["metrics"]]))
-        for name in names
-    }
+    numbers = batch_numbers(done)
+    names = sorted({name for batch in numbers for name in batch} - {"applied"})
+    return found | {name: float(np.mean([batch[name] for batch in numbers if name in batch])) for name in names}
 
 
 def rows_of(step: int, before: dict[str, float], now: dict[str, float]) -> list[Row]:
@@ -101,11 +99,7 @@ def rows_of(step: int, before: dict[str, float], now: dict[str, float]) -> list[
 
 def stored_summary(stored: StoredStep) -> dict[str, float]:
     commit, filtered = stored.commits.get(Slot("optimize")), list(stored.rollouts("filter").values())
-    return summary(filtered, batch_refs(commit), commit.record["results"]) if commit else summary(filtered, [], [])
-
-
-def new_summary(filtered: list[TableRef], batches: list[TableRef], results: list[UpdateResult]) -> dict[str, float]:
-    return summary(filtered, batches, [asdict(result) for result in results])
+    return summary(filtered, optimized(commit) if commit else None)
 
 
 def write_rows(rows: list[Row], out: str) -> None:
@@ -124,8 +118,8 @@ async def what_if(
 
     Args:
         run: Name of the run.
-        overrides: What changes, as section.field=value, in reward, filter, algorithm, off_policy, reference
-            and optimizer.
+        overrides: What changes, as section.field=value, in reward, filter, algorithm, off_policy, reference,
+            critic and optimizer.
         root: Folder of all runs.
         steps: Which finished steps, as a:b; all when empty.
         out: A Parquet file for the rows, if any.
@@ -147,7 +141,7 @@ async def what_if(
                 stored, store = stored_step(folder, step, parameters), StepStore(target.step(step), run, step)
                 again = await run_again(stored, stages, store, graders=name, trainer=trainer, chained=True)
                 filtered = list((again.of("filter") or stored.rollouts("filter")).values())
-                now = await asyncio.to_thread(new_summary, filtered, again.batches, again.results)
+                now = await asyncio.to_thread(summary, filtered, again.optimized)
                 rows += rows_of(step, stored_summary(stored), now)
                 advance(f"loss {now.get('loss', float('nan')):.4f}")
     if out:

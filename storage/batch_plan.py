@@ -6,6 +6,7 @@
 from dataclasses import asdict, dataclass
 
 from milepost.storage.parameters import Parameters
+from milepost.storage.training import OptimizerSection
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,30 @@ def with_decay_steps(parameters: Parameters, steps: int) -> Parameters:
     """Those of a run whose trainer takes so many steps, with the optimizer step at which its learning rate ends."""
     if parameters.engines.train == "none" or not parameters.optimizer.is_open:
         return parameters
-    optimizer_steps = steps * batch_plan(parameters).num_steps_per_rollout
-    return parameters.model_copy(update={"optimizer": parameters.optimizer.ending_at(optimizer_steps)})
+    end = max(1, optimizer_steps(parameters, steps))
+    return parameters.model_copy(update={"optimizer": parameters.optimizer.ending_at(end)})
+
+
+def optimizer_steps(parameters: Parameters, steps: int) -> int:
+    """How many the policy takes in the first so many steps of its trainer."""
+    return max(0, steps * batch_plan(parameters).num_steps_per_rollout - _pretraining(parameters))
+
+
+def critic_optimizer(parameters: Parameters) -> OptimizerSection:
+    """The critic's: as the policy's, with a peak and a warm-up of its own, falling as far and ending with it."""
+    policy, critic = parameters.optimizer, parameters.critic
+    own = {"lr": critic.lr, "warmup_steps": critic.warmup_steps, "init_lr": 0.0}
+    own["min_lr"] = policy.min_lr * critic.lr / policy.lr
+    if policy.decay_steps is not None:
+        own["decay_steps"] = policy.decay_steps + _pretraining(parameters)
+    return policy.model_copy(update=own)
+
+
+def _pretraining(parameters: Parameters) -> int:
+    """Optimizer steps that the critic takes before the policy's first."""
+    if not parameters.algorithm.has_critic:
+        return 0
+    return parameters.critic.pretrain_steps * batch_plan(parameters).num_steps_per_rollout
 
 
 def batch_plan(parameters: Parameters) -> BatchPlan:

@@ -7,13 +7,28 @@ are masked in it: `model_dump(mode="json")` for that, the fields themselves or a
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from milepost.storage import redaction
 from milepost.storage.off_policy import OffPolicySection
 from milepost.storage.section import Section
-from milepost.storage.training import AlgorithmSection, OptimizerSection, PerfSection, ReferenceSection
+from milepost.storage.training import (
+    AlgorithmSection,
+    CriticSection,
+    OptimizerSection,
+    PerfSection,
+    ReferenceSection,
+)
 from milepost.storage.watched import AlertSection, CheckSection, StopSection
+
+
+def _of_some(top_k: int) -> int:
+    if top_k == 0:
+        raise ValueError("top_k is 0, it must be 1 or more, or -1 for all tokens")
+    return top_k
+
+
+TopK = Annotated[int, Field(ge=-1), AfterValidator(_of_some)]
 
 
 class ModelSection(Section):
@@ -111,7 +126,7 @@ class RolloutSection(Section):
     """Sampling temperature, also of the trainer's log-probabilities; 0 is for runs that only generate."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: smallest set of tokens with this probability."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Sample among the k likeliest tokens; -1 for all."""
     stop: list[str] = []
     """Strings that end a response."""
@@ -219,7 +234,7 @@ class CheckpointSection(Section):
     every_steps: NonNegativeInt = 0
     """Save trainer state every so many steps; 0 saves only after the last."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints kept; older ones are removed."""
+    """Newest checkpoints kept; older ones are removed, and weights that were exported from them."""
     keep_every: NonNegativeInt = 0
     """Keep also the checkpoints of every so many steps; 0 keeps none of them."""
     best_metric: str = ""
@@ -241,7 +256,7 @@ class EvalSet(Section):
     """Sampling temperature, 0 for the likeliest token always; when empty 0 with one sample a prompt and 1 with more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: smallest set of tokens with this probability."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Sample among the k likeliest tokens; -1 for all."""
     max_new_tokens: PositiveInt | None = None
     """Longest response in tokens; the rollout's when empty."""
@@ -346,6 +361,7 @@ class Parameters(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     off_policy: OffPolicySection = OffPolicySection()
     reference: ReferenceSection = ReferenceSection()
+    critic: CriticSection = CriticSection()
     optimizer: OptimizerSection = OptimizerSection()
     perf: PerfSection = PerfSection()
     sync: SyncSection = SyncSection()

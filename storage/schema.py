@@ -8,6 +8,7 @@ VERSIONS = {
     1: Version("0.1.0"),
     2: Version("0.1.0"),  # samples made elsewhere: finish_reason, rollout_logprobs and seed may be null
     3: Version("0.1.0", {"rollouts": {"importance_weights": None}}),
+    4: Version("0.1.0", {"rollouts": {"values": None, "returns": None}}),
 }
 
 
@@ -64,6 +65,8 @@ _ROLLOUTS = [
     pa.field("old_logprobs", _FLOATS),
     pa.field("ref_logprobs", _FLOATS),
     pa.field("importance_weights", _FLOATS),  # of what the engine made, for the policy that is trained; 0: rejected
+    pa.field("values", _FLOATS),  # by the critic, of what is still to come before each response token
+    pa.field("returns", _FLOATS),  # what the critic is to learn to say there
 ]
 
 CATALOG = Catalog({"prompts": _PROMPTS, "rollouts": _ROLLOUTS}, VERSIONS)
@@ -75,7 +78,7 @@ SCHEMAS = {"prompts": PROMPTS, "rollouts": ROLLOUTS}
 STAGE_COLUMNS = {
     "score": {"reward", "rewards", "verdict"},
     "filter": {"kept", "drop_reason"},
-    "optimize": {"advantages", "old_logprobs", "ref_logprobs", "importance_weights"},
+    "optimize": {"advantages", "old_logprobs", "ref_logprobs", "importance_weights", "values", "returns"},
 }
 
 

@@ -7,13 +7,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from milepost.storage.section import Section
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AlgorithmSection(Section):
     """Advantages, loss, and the optimizer steps of a step."""
 
     advantage: str = "grpo"
-    """Advantage estimator: a built-in, such as `dr_grpo` or `reinforce_plus_plus`, an entry point, or `pkg.mod:fn`."""
+    """Advantage estimator: a built-in, such as `dr_grpo` or `reinforce_plus_plus`, an entry point, or `pkg.mod:fn`.
+
+    `gae` trains a critic beside the policy, which is PPO.
+    """
     loss: str = "ppo_clip"
     """Policy loss: a built-in, an entry point, or `pkg.mod:fn`."""
     global_batch_size: PositiveInt | None = None
@@ -28,13 +32,15 @@ class AlgorithmSection(Section):
     `reinforce_plus_plus` and `reinforce_plus_plus_baseline` do so always.
     """
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of later tokens' rewards; of `reinforce_plus_plus`."""
+    """Discount of later tokens' rewards; of `reinforce_plus_plus` and `gae`."""
+    gae_lambda: Fraction = 1.0
+    """Of `gae`: what later tokens' surprises count beside a token's own. With 1 only what was rewarded counts."""
     kl_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight, in the loss, of the policy's divergence from the reference policy."""
     kl_reward_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the divergence as a penalty on each token's reward, in place of the loss.
 
-    It is that of the policy before the step, for `reinforce_plus_plus` and `reinforce_plus_plus_baseline`.
+    It is that of the policy before the step, for `reinforce_plus_plus`, `reinforce_plus_plus_baseline` and `gae`.
     """
     kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "low_var"
     """How a token's divergence is estimated from its log-probabilities.
@@ -72,6 +78,11 @@ class AlgorithmSection(Section):
     With `rollout` the trainer is not asked, so there is nothing to compare: the metrics `mismatch/` are left out.
     """
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.advantage == "gae"
+
 
 class ReferenceSection(Section):
     """The frozen policy that the trained one is compared with."""
@@ -83,6 +94,21 @@ class ReferenceSection(Section):
     """
     refresh_every_steps: NonNegativeInt = 0
     """Every so many steps the policy becomes the reference, as it then is; 0 for never."""
+
+
+class CriticSection(Section):
+    """The model that says how much reward is still to come, for `algorithm.advantage=gae`."""
+
+    path: str = ""
+    """The model it begins as, of the same shape: a folder, a GGUF file or `package:NAME`; empty for `model.path`."""
+    lr: PositiveFloat = 1e-5
+    """Its peak learning rate. All else of its optimizer, and the course of its schedule, is as the policy's."""
+    warmup_steps: NonNegativeInt = 0
+    """Its optimizer steps of linear warm-up from 0."""
+    pretrain_steps: NonNegativeInt = 0
+    """Steps at the beginning that train the critic alone, and leave the policy as it is."""
+    value_clip: PositiveFloat = 0.2
+    """How far a value may move in a step, from what it was before it, and still gain by it."""
 
 
 class OptimizerSection(Section):
@@ -109,9 +135,9 @@ class OptimizerSection(Section):
     """How `wsd` decays."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """Decay of Adam's first moment."""
-    beta2: Fraction = 0.95
+    beta2: Decay = 0.95
     """Decay of Adam's second moment."""
     eps: PositiveFloat = 1e-8
     """Adam's denominator offset."""

@@ -12,7 +12,7 @@ from milepost.storage.micro_batches import trained_lengths
 from milepost.storage.verify_samples import check_stage, lengths, not_finite
 from milepost.storage.verify_tables import WRITTEN_SO, Fault, Stack
 
-_OPTIONAL = ("ref_logprobs", "importance_weights")
+_OPTIONAL = ("ref_logprobs", "importance_weights", "values", "returns")
 
 
 def chosen(filtered: pa.Table, groups: int) -> pa.Table:
@@ -80,14 +80,22 @@ def check_trained(batches: Stack) -> list[Fault]:
 
 
 def check_results(record: dict[str, Any], key: str, batches: Stack, commit_uri: str) -> list[Fault]:
+    """What came of each batch, for the policy and for a critic if there is one, which may have been trained alone."""
+    learnt, critic = record.get("results", []), record.get("critic")
+    faults = [] if critic and not learnt else _check_results(learnt, key, batches, commit_uri, "result")
+    if critic:
+        faults += _check_results(critic["results"], key, batches, commit_uri, "critic result")
+    return faults
+
+
+def _check_results(results: list[dict[str, Any]], key: str, batches: Stack, commit_uri: str, what: str) -> list[Fault]:
     """One result a batch, under the key of its batch, and optimizer steps that count the applied ones."""
-    results = record.get("results", [])
     if len(results) != len(batches.parts):
-        return [Fault(commit_uri, f"has {len(results)} results for {len(batches.parts)} batches", WRITTEN_SO)]
+        return [Fault(commit_uri, f"has {len(results)} {what}s for {len(batches.parts)} batches", WRITTEN_SO)]
     faults = []
     for index, (result, (uri, batch)) in enumerate(zip(results, batches.each(), strict=True)):
         if result["key"] != f"{key}-{index:03d}":
-            faults.append(Fault(commit_uri, f"result {index} has the key of another batch", WRITTEN_SO))
+            faults.append(Fault(commit_uri, f"{what} {index} has the key of another batch", WRITTEN_SO))
         rows, trained = batch.num_rows, len(trained_lengths(batch))
         samples = result["metrics"].get("samples", rows)
         if samples not in (rows, trained):  # older fakes count those without a token to train

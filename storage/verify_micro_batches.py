@@ -9,9 +9,17 @@ from milepost.storage.verify_tables import WRITTEN_SO, Fault, Stack
 
 
 def check_micro_batches(record: Mapping[str, Any], batches: Stack, rules: PackingRules, commit_uri: str) -> list[Fault]:
-    """Of every result that says how its batch was cut; those of before it was stored do not. `rules` are the run's."""
-    problems = []
-    for index, (result, (_, batch)) in enumerate(zip(record.get("results", []), batches.each(), strict=False)):
+    """Of every result that says how its batch was cut; those of before it was stored do not. `rules` are the run's.
+
+    A critic's are the policy's, which are looked at, unless it was trained alone.
+    """
+    results, taught = record.get("results", []), record.get("critic", {}).get("results", [])
+    problems = [
+        f"micro-batches of batch {index} are others for the critic than for the policy"
+        for index, (own, other) in enumerate(zip(results, taught, strict=False))
+        if own["micro_batches"] != other["micro_batches"]
+    ]
+    for index, (result, (_, batch)) in enumerate(zip(results or taught, batches.each(), strict=False)):
         if result.get("micro_batches") is not None:
             found = _problems(result, trained_lengths(batch), rules)
             problems += [f"micro-batches of batch {index} {problem}" for problem in found]

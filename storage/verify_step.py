@@ -1,6 +1,7 @@
 """One step of a run, checked on its own but for the manifest before it, which says where it began."""
 
 from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from milepost.storage import files
 from milepost.storage.accounting import accounting
@@ -112,9 +113,14 @@ def against_manifest(file: str, manifest: Entry, entries: dict[SlotKey, Entry]) 
             faults.append(Fault(journal, "is missing, the manifest of the step names it", RESTORE))
         elif slot not in stated:
             faults.append(Fault(journal, "is not named by the manifest of the step", "remove it if nothing wrote it"))
-        elif any(stated[slot][name] != stored[slot][name] for name in ("key", "tables")):
+        elif _without_place(stated[slot]) != _without_place(stored[slot]):
             faults.append(Fault(journal, "differs from what the manifest says of it", RESTORE))
     return faults
+
+
+def _without_place(entry: Entry) -> tuple[str, dict[str, Any]]:
+    """Key and tables, wherever the run was when this was written: it may have been moved before a step was finished."""
+    return entry["key"], {name: files.moved(ref, "") for name, ref in entry["tables"].items()}
 
 
 def _chain(facts: RunFacts, manifest: Entry, before: Entry | None) -> list[Fault]:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from milepost.storage.registry import check_arity, nearest, resolve
-from milepost.tasks.token_returns import penalties, returns, whitened
+from milepost.tasks.token_returns import gae_advantages, penalties, returns, whitened
 
 GROUP = "milepost.advantages"
 STD_EPS = 1e-6
@@ -68,6 +68,7 @@ def _by_group(estimator: GroupAdvantage) -> Advantage:
 
 def reinforce_plus_plus(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
     """Discounted returns of each token, which is charged for its divergence from the reference (arXiv:2501.03262)."""
+    _check_params(params, ["gamma", "kl_coef", "kl_estimator"])
     charged, masks = _charged(rollouts, params), rollouts["loss_mask"].to_pylist()
     return [
         [0.0] * len(mask) if reward is None else returns(reward, charges, mask, gamma=params.get("gamma", 1.0))
@@ -77,6 +78,7 @@ def reinforce_plus_plus(rollouts: pa.Table, params: Mapping[str, Any]) -> list[l
 
 def reinforce_plus_plus_baseline(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
     """Reward minus the group's mean, and what the token itself is charged; nothing is discounted (arXiv:2501.03262)."""
+    _check_params(params, ["gamma", "kl_coef", "kl_estimator"])
     centred, charged = _by_group(dr_grpo)(rollouts, {}), _charged(rollouts, params)
     return [
         row if reward is None else [value - float(charge) for value, charge in zip(row, charges, strict=True)]
@@ -84,8 +86,28 @@ def reinforce_plus_plus_baseline(rollouts: pa.Table, params: Mapping[str, Any]) 
     ]
 
 
+def gae(rollouts: pa.Table, params: Mapping[str, Any]) -> list[list[float]]:
+    """What follows each token beyond what the critic expected, as far ahead as `gae_lambda` looks (arXiv:1506.02438).
+
+    A token that is not trained is no step of the way: it has no advantage, and is passed over.
+    """
+    _check_params(params, ["gamma", "gae_lambda", "kl_coef", "kl_estimator"])
+    if "values" not in rollouts.column_names or rollouts["values"].null_count:
+        raise ValueError("advantage 'gae' needs what a critic expects, and samples have no values: fill the column")
+    masks, values = rollouts["loss_mask"].to_pylist(), rollouts["values"].to_pylist()
+    if not all(math.isfinite(value) for row in values for value in row):
+        raise ValueError("the critic expects a return that is not finite: lower critic.lr, and go back to a checkpoint")
+    charged, gamma, decay = _charged(rollouts, params), params.get("gamma", 1.0), params.get("gae_lambda", 1.0)
+    return [
+        [0.0] * len(mask)
+        if reward is None
+        else gae_advantages(reward, charges, expected, mask, gamma=gamma, gae_lambda=decay)
+        for reward, charges, expected, mask in zip(_rewards(rollouts), charged, values, masks, strict=True)
+    ]
+
+
 def _charged(rollouts: pa.Table, params: Mapping[str, Any]) -> list[Any]:
-    _check_params(params, ["gamma", "kl_coef", "kl_estimator"])
+    """What each token is charged for its divergence from the reference."""
     coefficient, estimator = params.get("kl_coef", 0.0), params.get("kl_estimator", "low_var")
     return penalties(rollouts, kl_coef=coefficient, kl_estimator=estimator)
 
@@ -98,12 +120,14 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce": _by_group(reinforce),
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gae": gae,
 }
 
 NORMALISED = ("grpo", "gspo")  # by the group's deviation
 BASELINES = (*NORMALISED, "dr_grpo", "rloo", "reinforce_plus_plus_baseline")  # zero for a group of one
-PER_TOKEN = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # have a reward for each token, and are whitened
-DISCOUNTED = ("reinforce_plus_plus",)
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # always
+PER_TOKEN = (*WHITENED, "gae")  # have a reward for each token
+DISCOUNTED = ("reinforce_plus_plus", "gae")
 
 
 def get_advantage(name: str) -> Advantage:
@@ -116,8 +140,20 @@ def get_advantage(name: str) -> Advantage:
 def advantage_columns(rollouts: pa.Table, name: str, *, whiten: bool = False, **params: Any) -> list[list[float]]:
     """Per-token advantages in table order, each row as long as its response; ValueError when an estimator differs.
 
-    With `whiten`, and always for the estimators of PER_TOKEN, they are whitened over the trained tokens of the table.
+    With `whiten`, and always for the estimators of WHITENED, they are whitened over the trained tokens of the table.
     """
+    return finished_columns(rollouts, name, raw_columns(rollouts, name, **params), whiten=whiten)
+
+
+def finished_columns(
+    rollouts: pa.Table, name: str, columns: list[list[float]], *, whiten: bool = False
+) -> list[list[float]]:
+    """What the estimator has said, whitened where that is asked for or always done."""
+    return whitened(columns, _trained(rollouts)) if whiten or name in WHITENED else columns
+
+
+def raw_columns(rollouts: pa.Table, name: str, **params: Any) -> list[list[float]]:
+    """What the estimator says, before any whitening; see advantage_columns."""
     columns = [[float(value) for value in row] for row in get_advantage(name)(rollouts, params)]
     found, wanted = [len(row) for row in columns], _response_lengths(rollouts)
     if found != wanted:
@@ -125,7 +161,7 @@ def advantage_columns(rollouts: pa.Table, name: str, *, whiten: bool = False, **
     for row, values in enumerate(columns):
         if not all(map(math.isfinite, values)):
             raise ValueError(f"advantage {name!r} is not finite in row {row}: return 0.0 where there is no advantage")
-    return whitened(columns, _trained(rollouts)) if whiten or name in PER_TOKEN else columns
+    return columns
 
 
 def compute(name: str, rewards: list[list[float | None]], **params: Any) -> list[list[float]]:

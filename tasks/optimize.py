@@ -6,21 +6,20 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from milepost.engines.protocols import Role, TrainEngine, UpdateParams, UpdateResult
+from milepost.engines.protocols import TrainEngine, UpdateParams, UpdateResult
 from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.schema import ROLLOUTS
-from milepost.storage.tables import TableRef, concat, read_table, with_columns
-from milepost.storage.training import AlgorithmSection
+from milepost.storage.tables import TableRef, concat, read_table
 from milepost.storage.weight_version import WeightVersion
-from milepost.tasks.advantages import DISCOUNTED, NORMALISED, PER_TOKEN, advantage_columns
+from milepost.tasks.critic import Critique, as_recorded, critic_metrics, stored_critique
 from milepost.tasks.mismatch import mismatch_metrics
 from milepost.tasks.off_policy import with_importance_weights
+from milepost.tasks.prepare import prepare
 from milepost.tasks.self_check import SelfCheck, require_plan
 from milepost.tasks.update import Update
 
@@ -41,14 +40,23 @@ class TooFewGroups(RuntimeError):
 
 @dataclass(frozen=True)
 class Optimized:
-    """What the optimizer did with a step: `results` has one entry a batch and is empty when the step was skipped.
+    """What the optimizer did with a step: `results` has one entry a batch, and none when the policy was not trained.
 
-    `mismatch` says how far trainer and engine were apart before it; nothing where only one of them was asked.
+    That is when the step was skipped, and where only the `critic` is trained. `mismatch` says how far trainer and
+    engine were apart before it; nothing where only one of them was asked.
     """
 
     batches: list[TableRef]
     results: list[UpdateResult]
     mismatch: dict[str, float] = field(default_factory=dict)
+    critic: Critique | None = None
+
+    @property
+    def applied(self) -> list[bool]:
+        """Of each batch that had a token to train, whether it was learnt by all that were to learn it."""
+        columns = [self.results, self.critic.results] if self.critic else [self.results]
+        batches = zip(*(column for column in columns if column), strict=True)
+        return [all(result.applied for result in batch) for batch in batches if not batch[0].is_empty]
 
 
 def first_groups(table: pa.Table, count: int) -> pa.Table:
@@ -65,9 +73,12 @@ def batches(table: pa.Table, count: int) -> list[pa.Table]:
     return [part for part in slices if part.num_rows]
 
 
-def skipped_in_a_row(applied: Sequence[bool]) -> int:
-    """How many of the newest optimizer steps were skipped, from the oldest to the newest."""
-    return len(list(itertools.takewhile(lambda done: not done, reversed(applied))))
+def skipped_in_a_row(applied: Sequence[bool], newest: int) -> int:
+    """The most optimizer steps that were skipped one after the other, in a row that ends among the `newest` last."""
+    in_a_row = [0]
+    for done in applied:
+        in_a_row.append(0 if done else in_a_row[-1] + 1)
+    return max(in_a_row[len(in_a_row) - newest :], default=0)
 
 
 def stored_results(commit: Commit) -> list[UpdateResult]:
@@ -75,71 +86,28 @@ def stored_results(commit: Commit) -> list[UpdateResult]:
     return [UpdateResult(**result) for result in commit.record["results"]]
 
 
+def optimized(commit: Commit) -> Optimized:
+    """What a committed optimize stage came to."""
+    mismatch = commit.record.get(_MISMATCH, {})
+    return Optimized(batch_refs(commit), stored_results(commit), mismatch, stored_critique(commit))
+
+
 def history(store: StepStore) -> list[bool]:
-    """Whether each optimizer step of the run so far was applied, this step's own commit included; not empty ones."""
-    applied: list[bool] = []
-    for step in range(store.step + 1):
-        commit = store.at(step).stored(Slot("optimize"))
-        applied += [result.applied for result in stored_results(commit) if not result.is_empty] if commit else []
-    return applied
+    """Whether each batch of the run so far was learnt, this step's own commit included; not empty ones."""
+    commits = (store.at(step).stored(Slot("optimize")) for step in range(store.step + 1))
+    return [applied for commit in commits if commit for applied in optimized(commit).applied]
 
 
-def require_progress(results: list[UpdateResult], limit: int, store: StepStore) -> None:
-    """TooManySkips when more than `limit` optimizer steps in a row, up to the last of `results`, were skipped."""
-    if all(result.applied or result.is_empty for result in results):
-        return
-    skipped = skipped_in_a_row(history(store))
+def require_progress(done: Optimized, limit: int, store: StepStore) -> None:
+    """TooManySkips when more than `limit` optimizer steps in a row, up to one of `done`, were skipped."""
+    skipped = skipped_in_a_row(history(store), len(done.applied))
     if skipped > limit:
+        policy = any(not (result.applied or result.is_empty) for result in done.results)
         raise TooManySkips(
             f"{skipped} optimizer steps in a row had a loss or gradient that is not finite, "
-            f"algorithm.max_skipped_steps allows {limit}: lower optimizer.lr, or look at the batches in {store.uri}"
+            f"algorithm.max_skipped_steps allows {limit}: lower {'optimizer.lr' if policy else 'critic.lr'}, or look "
+            f"at the batches in {store.uri}"
         )
-
-
-def with_advantages(table: pa.Table, algorithm: AlgorithmSection) -> pa.Table:
-    """The table of a whole step with its advantages: statistics over samples and tokens are those of the step."""
-    columns = advantage_columns(
-        table, algorithm.advantage, whiten=algorithm.whiten_advantages, **_advantage_params(algorithm)
-    )
-    return with_columns(table, {"advantages": list(columns)})
-
-
-def _advantage_params(algorithm: AlgorithmSection) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    if algorithm.advantage in NORMALISED:
-        params["normalize_std"] = algorithm.normalize_std
-    if algorithm.advantage in PER_TOKEN:
-        params |= {"kl_coef": algorithm.kl_reward_coef, "kl_estimator": algorithm.kl_estimator}
-    if algorithm.advantage in DISCOUNTED:
-        params["gamma"] = algorithm.gamma
-    return params
-
-
-def require_logprobs(table: pa.Table) -> None:
-    """ValueError when samples that were made elsewhere came without the log-probabilities they were sampled with."""
-    lacking = table["rollout_logprobs"].null_count
-    if lacking:
-        raise ValueError(
-            f"{lacking} of {table.num_rows} samples have no rollout_logprobs: set algorithm.old_logprobs=recompute"
-        )
-
-
-async def _prepare(table: pa.Table, update: Update, *, engine: TrainEngine, store: StepStore) -> pa.Table:
-    """Log-probabilities of every row before any of them changes the weights, and the advantages that need them."""
-    if update.algorithm.old_logprobs == "rollout":
-        require_logprobs(table)
-        table = with_columns(table, {"old_logprobs": table["rollout_logprobs"].to_pylist()})
-    else:
-        table = await _scored(table, "policy", engine=engine, store=store)
-    if update.compares:
-        table = await _scored(table, "reference", engine=engine, store=store)
-    return with_advantages(table, update.algorithm)
-
-
-async def _scored(table: pa.Table, role: Role, *, engine: TrainEngine, store: StepStore) -> pa.Table:
-    """The table with the log-probabilities of the policy, or of the reference."""
-    ref = store.write(f"for-{role}", table, ROLLOUTS)
-    return read_table(await asyncio.to_thread(engine.logprobs, ref, role, f"{store.uri}/logprobs-{role}"))
 
 
 async def _renewed(update: Update, weight_version: str, *, engine: TrainEngine, store: StepStore) -> dict[str, str]:
@@ -151,24 +119,26 @@ async def _renewed(update: Update, weight_version: str, *, engine: TrainEngine, 
 
 
 async def _apply(
-    parts: list[pa.Table],
-    update: UpdateParams,
-    *,
-    key: str,
-    engine: TrainEngine,
-    store: StepStore,
-    check: SelfCheck | None,
+    parts: list[pa.Table], update: Update, *, key: str, engine: TrainEngine, store: StepStore, check: SelfCheck | None
 ) -> Optimized:
+    """Each batch teaches the critic first, where there is one, and then the policy."""
     refs = [store.write(f"batch-{index:03d}", part, ROLLOUTS) for index, part in enumerate(parts)]
     results: list[UpdateResult] = []
+    taught: list[UpdateResult] = []
     for index, ref in enumerate(refs):
-        is_first = not any(result.applied for result in results)
-        results.append(await asyncio.to_thread(engine.step, ref, update, f"{key}-{index:03d}"))
-        if check and is_first:
-            check.first_update(results[-1], step=store.step)
-        if results[-1].is_empty:
+        own = f"{key}-{index:03d}"
+        if update.critic:
+            learnt = await asyncio.to_thread(engine.critic_step, ref, update.value_loss, own)
+            assert learnt is not None
+            taught.append(learnt)
+        if update.trains_policy(store.step):
+            is_first = not any(result.applied for result in results)
+            results.append(await asyncio.to_thread(engine.step, ref, update.loss, own))
+            if check and is_first:
+                check.first_update(results[-1], step=store.step)
+        if (results or taught)[-1].is_empty:
             _log.warning("no sample of batch %s has a token to train: it is left out", ref.uri)
-    return Optimized(refs, results)
+    return Optimized(refs, results, critic=Critique(update.value_loss, taught) if update.critic else None)
 
 
 def trained_groups(refs: list[TableRef]) -> set[str]:
@@ -185,11 +155,13 @@ def replay(commit: Commit, engine: TrainEngine) -> int:
     """Apply a committed stage's batches under their keys; an engine that has them answers and does nothing."""
     if REFERENCE in commit.record:
         engine.renew_reference(commit.record[REFERENCE])
-    update = UpdateParams(**commit.record["update"])
-    refs = batch_refs(commit)
-    for ref, result in zip(refs, commit.record["results"], strict=True):
-        engine.step(ref, update, result["key"])
-    return len(refs)
+    update, done = UpdateParams(**commit.record["update"]), optimized(commit)
+    for index, ref in enumerate(done.batches):
+        if done.critic:
+            engine.critic_step(ref, done.critic.update, done.critic.results[index].key)
+        if done.results:
+            engine.step(ref, update, done.results[index].key)
+    return len(done.batches)
 
 
 @task(task_run_name="optimize", cache_policy=NO_CACHE)
@@ -212,23 +184,31 @@ async def optimize_policy(
         table = first_groups(concat([read_table(ref) for ref in filtered], ROLLOUTS), update.plan.rollout_batch_size)
         done = Optimized([], [])
         if table.num_rows:
-            table = await _prepare(table, update, engine=engine, store=store)
+            table = await prepare(table, update, engine=engine, store=store)
             if check:
                 check.prepared(table, WeightVersion.parse(weight_version), step=store.step)
             table = with_importance_weights(table, update.off_policy)
             parts = batches(table, update.plan.num_steps_per_rollout)
             if check:
                 require_plan(table, parts, update.plan, step=store.step)
-            done = await _apply(parts, update.loss, key=key, engine=engine, store=store, check=check)
-            if update.algorithm.old_logprobs == "recompute":
-                done = replace(done, mismatch=mismatch_metrics(table, update.off_policy))
+            done = await _apply(parts, update, key=key, engine=engine, store=store, check=check)
+            done = _measured(done, table, update)
         tables = {f"batch-{index:03d}": ref for index, ref in enumerate(done.batches)}
         record = {"update": asdict(update.loss), "results": [asdict(result) for result in done.results], **renewed}
-        record |= {_MISMATCH: done.mismatch} if done.mismatch else {}
+        record |= ({_MISMATCH: done.mismatch} if done.mismatch else {}) | as_recorded(done.critic)
         commit = store.commit(slot, key, tables, record=record, started=started)
     else:
         # The engine may be a new one: it applies what it has not, and answers what it has.
         await asyncio.to_thread(replay, commit, engine)
-    results = stored_results(commit)
-    require_progress(results, update.algorithm.max_skipped_steps, store)
-    return Optimized(batch_refs(commit), results, commit.record.get(_MISMATCH, {}))
+    done = optimized(commit)
+    require_progress(done, update.algorithm.max_skipped_steps, store)
+    return done
+
+
+def _measured(done: Optimized, table: pa.Table, update: Update) -> Optimized:
+    """With what is measured of the samples of the step, beside what each batch came to."""
+    if update.algorithm.old_logprobs == "recompute":
+        done = replace(done, mismatch=mismatch_metrics(table, update.off_policy))
+    if done.critic:
+        done = replace(done, critic=replace(done.critic, metrics=critic_metrics(table)))
+    return done

@@ -1,10 +1,11 @@
 """Stages of a finished step, run once more on their stored inputs by the tasks that ran them, and what came of it."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import pyarrow as pa
 
-from milepost.engines.protocols import TrainEngine, UpdateResult, WeightVersion
+from milepost.engines.protocols import TrainEngine, WeightVersion
 from milepost.storage.batch_plan import BatchPlan, batch_plan
 from milepost.storage.difference import Comparison, Difference, compare_numbers, compare_tables
 from milepost.storage.journal import Commit, Slot, StepStore
@@ -12,10 +13,11 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.parameters import Parameters
 from milepost.storage.stages import STAGES, Course, Stage
 from milepost.storage.tables import TableRef, read_table
+from milepost.tasks.critic import named_metrics
 from milepost.tasks.filter import filter_rollouts, is_trained
 from milepost.tasks.filters import kept_groups
 from milepost.tasks.generate import Shard
-from milepost.tasks.optimize import batch_refs, optimize_policy, stored_results
+from milepost.tasks.optimize import Optimized, optimize_policy, optimized
 from milepost.tasks.score import score_rollouts
 from milepost.tasks.staleness import oldest_version
 from milepost.tasks.update import Update
@@ -24,7 +26,8 @@ from milepost.tasks.update import Update
 REPLAYED: tuple[Stage, ...] = ("score", "filter", "optimize")
 
 # Of an optimizer step: how long it took, which is another number each time.
-TIMINGS = {"seconds", "tokens_per_second", "tflops", "mfu"}
+_SPEED = ("seconds", "tokens_per_second", "tflops", "mfu")
+_TIMINGS = {*_SPEED, *(f"critic-{name}" for name in _SPEED)}
 
 Tables = dict[Slot, TableRef]
 
@@ -70,12 +73,10 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the stages left this time: the tables of each shard, the batches, and the result of each of those."""
+    """What the stages left this time: the tables of each shard, and what came of the batches."""
 
     shards: Tables = field(default_factory=dict)
-    batches: list[TableRef] = field(default_factory=list)
-    results: list[UpdateResult] = field(default_factory=list)
-    is_optimized: bool = False
+    optimized: Optimized | None = None
 
     def of(self, stage: str) -> Tables:
         return {slot: ref for slot, ref in self.shards.items() if slot.stage == stage}
@@ -117,14 +118,14 @@ async def run_again(
     filtered = list(given("optimize").values())
     groups = sum(kept_groups(read_table(ref)) for ref in filtered)
     trained = is_trained(groups, stored.plan.rollout_batch_size, stored.parameters.filter)
-    optimized = await optimize_policy(
+    done = await optimize_policy(
         filtered if trained else [],
         Update.of(stored.parameters, stored.before),
         weight_version=str(stored.version_in),
         engine=trainer,
         store=target,
     )
-    return Replayed(shards, optimized.batches, optimized.results, is_optimized=True)
+    return Replayed(shards, done)
 
 
 def _shard(slot: Slot) -> Shard:
@@ -142,7 +143,7 @@ def kept(stored: StoredStep) -> Replayed:
     commit = stored.commits.get(Slot("optimize"))
     if commit is None:
         return Replayed(shards)
-    return Replayed(shards, batch_refs(commit), stored_results(commit), is_optimized=True)
+    return Replayed(shards, optimized(commit))
 
 
 def compare_stage(stage: Stage, stored: StoredStep, replayed: Replayed, *, tolerance: float) -> Comparison:
@@ -153,26 +154,33 @@ def compare_stage(stage: Stage, stored: StoredStep, replayed: Replayed, *, toler
     if stage != "optimize":
         before, now = stored.rollouts(stage), replayed.of(stage)
         return _compare_refs(stored, [(str(slot), ref, now[slot]) for slot, ref in before.items()], tolerance)
-    commit = stored.commits[Slot("optimize")]
+    assert replayed.optimized is not None
+    done, again = optimized(stored.commits[Slot("optimize")]), replayed.optimized
     where = f"optimize of step {stored.store.step}"
-    refs = batch_refs(commit)
-    if len(refs) != len(replayed.batches):
-        first = Difference(where, -1, "batches", str(len(refs)), str(len(replayed.batches)))
-        return Comparison(first, float("inf"))
-    pairs = [(f"batch {at}", *pair) for at, pair in enumerate(zip(refs, replayed.batches, strict=True))]
+    for what, *counts in (
+        ("batches", len(done.batches), len(again.batches)),
+        ("optimizer steps", len(done.results), len(again.results)),
+    ):
+        if counts[0] != counts[1]:
+            return Comparison(Difference(where, -1, what, *map(str, counts)), float("inf"))
+    pairs = [(f"batch {at}", *pair) for at, pair in enumerate(zip(done.batches, again.batches, strict=True))]
     found = _compare_refs(stored, pairs, tolerance)
-    for at, (result, now_result) in enumerate(zip(commit.record["results"], replayed.results, strict=True)):
-        was, now = _numbers(result["applied"], result["metrics"]), _numbers(now_result.applied, now_result.metrics)
-        both = was.keys() & now.keys()  # another Milepost measured more, or less
-        was, now = ({name: numbers[name] for name in both} for numbers in (was, now))
+    for at, numbers in enumerate(zip(batch_numbers(done), batch_numbers(again), strict=True)):
+        both = numbers[0].keys() & numbers[1].keys()  # another Milepost measured more, or less
+        shared = ({name: each[name] for name in both} for each in numbers)
         found = found.then(
-            compare_numbers(f"optimizer step {at} of step {stored.store.step}", was, now, tolerance=tolerance)
+            compare_numbers(f"optimizer step {at} of step {stored.store.step}", *shared, tolerance=tolerance)
         )
     return found
 
 
-def _numbers(applied: bool, metrics: dict[str, float]) -> dict[str, float]:
-    return {"applied": float(applied)} | {name: value for name, value in metrics.items() if name not in TIMINGS}
+def batch_numbers(done: Optimized) -> list[dict[str, float]]:
+    """What came of each batch, but for how long it took."""
+    nothing: dict[str, float] = {}
+    policy = [{**result.metrics, "applied": float(result.applied)} for result in done.results]
+    critic = named_metrics(done.critic.results) if done.critic else []
+    batches = [of_critic | of_policy for of_critic, of_policy in zip_longest(critic, policy, fillvalue=nothing)]
+    return [{name: value for name, value in batch.items() if name not in _TIMINGS} for batch in batches]
 
 
 def _compare_refs(stored: StoredStep, pairs: list[tuple[str, TableRef, TableRef]], tolerance: float) -> Comparison:

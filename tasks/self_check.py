@@ -17,7 +17,10 @@ from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.off_policy import flat, is_trained
 from milepost.tasks.update import Update
 
-_PER_TOKEN = ("loss_mask", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "importance_weights")
+_PER_TOKEN = (
+    *("loss_mask", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "importance_weights"),
+    *("values", "returns"),
+)
 _OFF = "look for what differs between them, or go on without this by check.enabled=false"
 
 

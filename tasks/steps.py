@@ -13,6 +13,7 @@ from milepost.storage.manifest import StepManifest
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import read_table
+from milepost.tasks.critic import Critique, named_metrics
 from milepost.tasks.generate import ENGINE_WORK, REUSED_TOKENS
 
 # How fast the trainer was, under Miles' names; what it learnt is under train/.
@@ -23,6 +24,9 @@ SPEED = {
     "micro_batches": "perf/micro_batches",
     "packing_efficiency": "perf/packing_efficiency",
     "imbalance": "perf/imbalance",
+    "critic-tokens_per_second": "perf/critic_train_tok_per_s",
+    "critic-tflops": "perf/critic_train_tflops",
+    "critic-mfu": "perf/critic_train_mfu",
 }
 
 
@@ -38,18 +42,28 @@ class StepOutcome:
     parameters_digest: str = ""
 
 
-def update_metrics(results: list[UpdateResult]) -> dict[str, float]:
+def update_metrics(results: list[UpdateResult], critic: Critique | None = None) -> dict[str, float]:
     """Means over the optimizer steps of a step, under the names they are shown by, and how many were skipped.
 
     A batch without a token to train is none that was skipped: nothing went wrong with it.
     """
-    names = sorted({name for result in results for name in result.metrics})
-    found = {name: [result.metrics[name] for result in results if name in result.metrics] for name in names}
-    means = {SPEED.get(name, f"train/{name}"): float(np.mean(values)) for name, values in found.items()}
-    return means | {
-        "train/optimizer_steps": float(sum(result.applied for result in results)),
-        "train/skipped_steps": float(sum(not (result.applied or result.is_empty) for result in results)),
-        "train/empty_batches": float(sum(result.is_empty for result in results)),
+    found: dict[str, float] = {}
+    if critic:
+        found = _means(named_metrics(critic.results)) | _counts(critic.results, "critic-") | critic.metrics
+    return found | _means([result.metrics for result in results]) | _counts(results)
+
+
+def _means(found: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for metrics in found for name in metrics})
+    values = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
+    return {SPEED.get(name, f"train/{name}"): float(np.mean(each)) for name, each in values.items()}
+
+
+def _counts(results: list[UpdateResult], of: str = "") -> dict[str, float]:
+    return {
+        f"train/{of}optimizer_steps": float(sum(result.applied for result in results)),
+        f"train/{of}skipped_steps": float(sum(not (result.applied or result.is_empty) for result in results)),
+        f"train/{of}empty_batches": float(sum(result.is_empty for result in results)),
     }
 
 

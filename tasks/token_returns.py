@@ -1,8 +1,7 @@
 """Advantages that differ from token to token: what each is charged for diverging, what follows it, and whitening.
 
 A token that is not trained has no reward: the model did not write it, or is not to learn it. Advantages are worked out
-once for the whole step, in one process, so a mean over its tokens is the mean over all data-parallel ranks. Generalised
-advantage estimation belongs here: returns as below, and a critic's `values` for each token.
+once for the whole step, in one process, so a mean over its tokens is the mean over all data-parallel ranks.
 """
 
 import math
@@ -57,6 +56,39 @@ def returns(reward: float, charged: Sequence[float] | Values, mask: Sequence[int
     for token in reversed(range(len(found) - 1)):
         found[token] += gamma * found[token + 1]
     return found
+
+
+def gae_advantages(
+    reward: float,
+    charged: Sequence[float] | Values,
+    values: Sequence[float],
+    mask: Sequence[int],
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> list[float]:
+    """Generalised advantages of the trained tokens, and 0.0 for the others, which are passed over.
+
+    `reward` comes at the last trained token, after which nothing is expected, also where a response was cut short.
+    """
+    found, ahead, expected = [0.0] * len(mask), 0.0, 0.0
+    for token in reversed([token for token, is_trained in enumerate(mask) if is_trained]):
+        surprise = reward - float(charged[token]) + gamma * expected - values[token]
+        ahead = surprise + gamma * gae_lambda * ahead
+        found[token], expected, reward = ahead, values[token], 0.0
+    return found
+
+
+def returns_to_learn(rollouts: pa.Table, advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What a critic is to expect at each trained token, by how much there was more than it did; 0.0 at the others.
+
+    It is what it expects already where a sample could not be scored, which teaches nothing.
+    """
+    rows = zip(rollouts["values"].to_pylist(), rollouts["loss_mask"].to_pylist(), advantages, strict=True)
+    return [
+        [value + more if is_trained else 0.0 for value, is_trained, more in zip(values, mask, row, strict=True)]
+        for values, mask, row in rows
+    ]
 
 
 def whitened(columns: Sequence[Sequence[float]], trained: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from milepost.engines.loss_params import LOSSES
-from milepost.engines.protocols import UpdateParams
-from milepost.storage.batch_plan import BatchPlan, batch_plan
+from milepost.engines.protocols import VALUE_LOSS, UpdateParams
+from milepost.storage.batch_plan import BatchPlan, batch_plan, critic_optimizer
 from milepost.storage.off_policy import OffPolicySection
 from milepost.storage.parameters import Parameters
 from milepost.storage.section import Section
-from milepost.storage.training import AlgorithmSection, ReferenceSection
+from milepost.storage.training import AlgorithmSection, CriticSection, OptimizerSection, ReferenceSection
 
 # Of the key of an optimize stage since there is one; what came later is in it where it is not as by default.
 _ALWAYS = {
@@ -56,7 +56,8 @@ def update_params(parameters: Parameters) -> UpdateParams:
             )
         if name in params:
             raise ValueError(f"algorithm.loss_options has {name!r}, which every loss is given: set it outside of them")
-    return UpdateParams(algorithm.loss, params | algorithm.loss_options)
+    optimizer = parameters.optimizer.model_dump(mode="json")
+    return UpdateParams(algorithm.loss, params | algorithm.loss_options, optimizer)
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,12 @@ class Update:
     plan: BatchPlan
     loss: UpdateParams
     before: int = 0
+    critic: CriticSection | None = None
+    critic_optimizer: OptimizerSection | None = None
 
     @staticmethod
     def of(parameters: Parameters, before: int = 0) -> "Update":
+        has_critic = parameters.algorithm.has_critic
         return Update(
             algorithm=parameters.algorithm,
             off_policy=parameters.off_policy,
@@ -79,7 +83,21 @@ class Update:
             plan=batch_plan(parameters),
             loss=update_params(parameters),
             before=before,
+            critic=parameters.critic if has_critic else None,
+            critic_optimizer=critic_optimizer(parameters) if has_critic else None,
         )
+
+    @property
+    def value_loss(self) -> UpdateParams:
+        """The critic's loss of a batch, which becomes one number as the policy's does."""
+        assert self.critic is not None and self.critic_optimizer is not None
+        params = {name: self.loss.params[name] for name in ("aggregation", "max_length")}
+        optimizer = self.critic_optimizer.model_dump(mode="json")
+        return UpdateParams(VALUE_LOSS, {"value_clip": self.critic.value_clip, **params}, optimizer)
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether `step` of the run trains the policy, and not the critic alone."""
+        return self.critic is None or self.before + step >= self.critic.pretrain_steps
 
     @property
     def compares(self) -> bool:
@@ -104,6 +122,9 @@ class Update:
         config |= {name: value for name, value in given.items() if value is not None}
         if self.compares:
             config["reference"] = {"path": self.reference.path, "renewed": self.renews_reference(step)}
+        if self.critic:
+            given = {"path": self.critic.path, "value_clip": self.critic.value_clip}
+            config["critic"] = given | {"alone": not self.trains_policy(step)}
         return config
 
 

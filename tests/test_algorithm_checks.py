@@ -7,14 +7,15 @@ import pytest
 from milepost.engines.tiny_model import write_tiny_model
 from milepost.engines.tokenizer import write_character_tokenizer
 from milepost.flows.algorithm_checks import check_algorithm
+from milepost.flows.other_models import as_recorded, check_others, other_models
 from milepost.flows.recipe import load_recipe
-from milepost.flows.reference import as_recorded, check_reference, reference_folder
 from milepost.storage.batch_plan import batch_plan
 from milepost.storage.parameters import Parameters
 from milepost.storage.stages import Course
 
 KNOBS = ["data.rollout_batch_size=4", "algorithm.num_steps_per_rollout=2"]
 PLUS_PLUS = "algorithm.advantage=reinforce_plus_plus"
+GAE = "algorithm.advantage=gae"
 
 
 def parameters(*overrides: str, samples: int = 2) -> Parameters:
@@ -32,7 +33,10 @@ def checked(chosen: Parameters, course: Course | None = None) -> None:
         (["algorithm.kl_reward_coef=0.2"], "kl_reward_coef is 0.2 and advantage 'grpo' has no reward for each token"),
         (["algorithm.kl_unbiased=true"], "kl_unbiased is on and the loss has no divergence"),
         (["algorithm.gamma=0.9"], "gamma is 0.9 and advantage 'grpo' discounts nothing"),
-        (["algorithm.advantage=gae"], "'gae' needs a critic"),
+        (["algorithm.advantage=ppo"], "'ppo' is called 'gae' here, .*: take gae"),
+        (["critic.lr=1e-4"], "critic.lr is 0.0001 and advantage 'grpo' has no critic: leave it out, or set .*=gae"),
+        (["critic.pretrain_steps=2", PLUS_PLUS], "pretrain_steps is 2 and advantage 'reinforce_plus_plus' has no"),
+        (["algorithm.gae_lambda=0.9"], "gae_lambda is 0.9 and advantage 'grpo' has no critic"),
         (["reference.refresh_every_steps=3"], "is 3 and nothing is compared with a reference"),
         (["rollout.temperature=0"], "temperature is 0, .* raise it, or set engines.train=none"),
     ],
@@ -53,6 +57,8 @@ def test_a_group_of_one_has_nothing_to_compare(name: str) -> None:
 def test_what_goes_together_is_not_refused() -> None:
     checked(parameters())
     checked(parameters(PLUS_PLUS, "algorithm.kl_reward_coef=0.1", "algorithm.gamma=0.9", samples=1))
+    critic = ["critic.lr=1e-4", "critic.pretrain_steps=2", "algorithm.gae_lambda=0.9"]
+    checked(parameters(GAE, "algorithm.kl_reward_coef=0.1", "algorithm.gamma=0.9", *critic, samples=1))
     checked(parameters("algorithm.kl_loss_coef=0.1", "algorithm.kl_unbiased=true", "reference.refresh_every_steps=3"))
     checked(parameters("rollout.temperature=0", "engines.train=none", samples=1), Course(last="filter"))
 
@@ -83,14 +89,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reference_that_the_model_cannot_be_compared_with_is_refused(models: Path, name: str, message: str) -> None:
     chosen = parameters(f"reference.path={models / name}")
     with pytest.raises(ValueError, match=message):
-        check_reference(chosen, reference_folder(chosen), str(models / "own"))
+        check_others(chosen, other_models(chosen), str(models / "own"))
+
+
+def test_a_critic_may_begin_as_any_model_of_the_shape(models: Path) -> None:
+    for name, message in (("deep", "critic.path .* has layers 2 and the model 1"), ("nothing", "critic.path cannot")):
+        chosen = parameters(GAE, f"critic.path={models / name}")
+        with pytest.raises(ValueError, match=message):
+            check_others(chosen, other_models(chosen), str(models / "own"))
+    chosen = parameters(GAE, f"critic.path={models / 'same'}")
+    check_others(chosen, other_models(chosen), str(models / "own"))
+    assert other_models(chosen) == {"critic": str(models / "same")}
 
 
 def test_a_reference_stays_where_the_run_found_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models)
     chosen = parameters("reference.path=./same")
-    check_reference(chosen, reference_folder(chosen), "own")
-    recorded = as_recorded(chosen, reference_folder(chosen))
+    check_others(chosen, other_models(chosen), "own")
+    recorded = as_recorded(chosen, other_models(chosen))
     monkeypatch.chdir("/")
-    assert reference_folder(chosen, recorded) == str(models / "same")
-    assert reference_folder(parameters()) == "" and as_recorded(parameters(), "") == {}
+    assert other_models(chosen, recorded) == {"reference": str(models / "same")}
+    assert other_models(parameters()) == {} and as_recorded(parameters(), {}) == {}

@@ -17,7 +17,7 @@ from milepost.engines.divergence import KL_ESTIMATORS
 from milepost.engines.loss_inputs import LossInputs, LossOutputs, count
 from milepost.engines.loss_params import AGGREGATIONS, LOSSES
 from milepost.engines.losses import get_loss
-from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs_and_entropy
+from milepost.engines.megatron_logprobs import OutputLayer, taken_logprobs_and_entropy
 
 VOCAB, TEMPERATURE = 11, 0.7
 # Old minus new log-probabilities: no sum or mean of them is near a bound, where rounding would decide.
@@ -63,9 +63,12 @@ def exact(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trainers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    columns, places = VocabSlice(VOCAB, chunk_elements=3 * VOCAB), torch.arange(targets.numel())
+    """From hidden states that are the logits, two rows of them at a time."""
+    weight = torch.eye(VOCAB)
+    weight.main_grad = torch.zeros(VOCAB, VOCAB)
+    layer, places = OutputLayer(weight, VOCAB, chunk_bytes=2 * 4 * VOCAB), torch.arange(targets.numel())
     rows = logits.flatten(0, 1), places, targets.flatten()
-    logprobs, entropy = taken_logprobs_and_entropy(*rows, temperature=TEMPERATURE, columns=columns)
+    logprobs, entropy = taken_logprobs_and_entropy(*rows, temperature=TEMPERATURE, layer=layer)
     return logprobs.view_as(targets), entropy.view_as(targets)
 
 

@@ -214,3 +214,10 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         check_loss("math:sqrt")
     with pytest.raises(LookupError, match="unknown KL estimator 'k4'"):
         kl("k4", torch.ones(1), torch.ones(1))
+
+
+def test_supervised_learning_says_nothing_of_an_old_policy() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    outputs = policy_loss("sft", logprobs=logprobs, old_logprobs=zeros, advantages=zeros, loss_mask=mask)
+    assert {name: float(value) for name, value in outputs.metrics.items()} == {"pg_loss": 1.5, "nll": 1.5}

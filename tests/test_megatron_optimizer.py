@@ -1,5 +1,6 @@
 """Megatron's optimizer takes the steps of AdamW: decoupled decay, which leaves norms and biases alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,19 +53,23 @@ def adamw(model: torch.nn.Module, optimizer: OptimizerSection) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.eps)
 
 
-@pytest.mark.parametrize("clip_grad", [0.0, 0.1])
-def test_two_steps_are_those_of_adamw(tmp_path: Path, clip_grad: float) -> None:
+@pytest.mark.parametrize(("clip_grad", "by_batch"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_two_steps_are_those_of_adamw_as_built_or_as_the_batch_says(
+    tmp_path: Path, clip_grad: float, by_batch: bool
+) -> None:
     optimizer = OptimizerSection.model_validate(
         {**ADAM, "clip_grad": clip_grad, "schedule": "cosine", "decay_steps": 3}
     )
     model = save_model("qwen2", tmp_path / "model")
     expected = adamw(model, optimizer)
-    setup = TrainSetup(str(tmp_path / "model"), ModelSection(), optimizer, PerfSection(train_threads=1), 1.0, 0)
+    built = OptimizerSection(lr=1.0, clip_grad=5.0) if by_batch else optimizer
+    update = replace(UPDATE, optimizer=optimizer.model_dump(mode="json")) if by_batch else UPDATE
+    setup = TrainSetup(str(tmp_path / "model"), ModelSection(), built, PerfSection(train_threads=1), 1.0, 0)
     rank = MegatronRank(0, 1, setup)
     try:
         rank.connect(*rank.rendezvous())
         for step in range(2):
-            found = rank.step(batch(tmp_path), UPDATE, f"{step}").metrics
+            found = rank.step(batch(tmp_path), update, f"{step}").metrics
             expected.zero_grad()
             loss = loss_of(model)
             loss.backward()

@@ -16,10 +16,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from milepost.engines import megatron_world
-from milepost.engines.losses import get_loss
 from milepost.engines.megatron_batch import loss_columns, micro_batch, trained_samples
 from milepost.engines.megatron_checkpoint import DamagedCheckpoint
-from milepost.engines.megatron_memory import kept_tensors, scratch_tensors
 from milepost.engines.megatron_model import compile_layers
 from milepost.engines.megatron_rank import MegatronRank
 from milepost.engines.megatron_step import denominators
@@ -152,7 +150,7 @@ def test_padding_and_recomputation_change_no_number(changes: dict[str, Any], ran
 def test_what_is_compiled_is_whole_graphs_and_changes_no_number(recompute: str, ranks: Ranks, tmp_path: Path) -> None:
     wanted = ranks.start().step(write(tmp_path), UPDATE, "a").metrics
     rank = ranks.start(perf=PerfSection(train_threads=1, recompute=recompute))
-    compile_layers(rank._gpt, backend="eager")
+    compile_layers(rank._policy.model.gpt, backend="eager")
     counters.clear()
     found = rank.step(write(tmp_path), UPDATE, "a").metrics
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
@@ -259,10 +257,10 @@ def test_a_restored_rank_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, run
 def test_memory_that_was_given_up_comes_back_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     rank = ranks.start(perf=PerfSection(train_threads=1, dtype="bfloat16"))
     rank.step(write(tmp_path), UPDATE, "a")
-    wanted, memory = digest(rank, tmp_path), list(kept_tensors(rank._gpt, rank._optimizer))
+    wanted, memory = digest(rank, tmp_path), list(rank._policy.model.kept())
     before = [tensor.clone() for tensor in memory]
     for _ in range(2):
-        rank._parked.release(memory, scratch_tensors(rank._optimizer))
+        rank._parked.release(memory, rank._policy.model.scratch())
         assert {tensor.untyped_storage().nbytes() for tensor in memory} == {0}
         rank.resume_memory()
     assert all(torch.equal(tensor, kept) for tensor, kept in zip(memory, before, strict=True))
@@ -275,7 +273,7 @@ def test_a_rank_that_gave_its_memory_up_still_answers(ranks: Ranks, tmp_path: Pa
     wanted = [rank.step(write(tmp_path), UPDATE, key).metrics["loss"] for key in ("a", "b")]
     rank, found = ranks.start(), []
     for key in ("a", "b"):
-        rank._parked.release(kept_tensors(rank._gpt, rank._optimizer), scratch_tensors(rank._optimizer))
+        rank._park()
         found.append(rank.step(write(tmp_path), UPDATE, key).metrics["loss"])
     assert found == wanted
 
@@ -405,11 +403,11 @@ def gradients(rank: MegatronRank, table: pa.Table) -> list[torch.Tensor]:
     """What the gradient buffer holds after all samples, each a micro-batch, and after each of them alone."""
     samples = trained_samples(table, VOCAB)
     cut = [micro_batch([sample], loss_columns(samples), torch.device("cpu"), packing=True) for sample in samples]
-    (buffer,), found = scratch_tensors(rank._optimizer), []
+    (buffer,), found = rank._policy.model.scratch(), []
     with rank._working():
         for batches in (cut, *([batch] for batch in cut)):
-            rank._model.zero_grad_buffer()
-            rank._passes.gradients(batches, get_loss("ppo_clip"), {}, denominators(samples))
+            rank._policy.model.zero_gradients()
+            rank._policy.gradients(batches, UpdateParams("ppo_clip"), denominators(samples))
             found.append(buffer.clone())
     return found
 

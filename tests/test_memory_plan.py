@@ -2,9 +2,9 @@
 
 import pytest
 
-from milepost.engines.memory_plan import GIB, cache_bytes, check_memory, engine_weights, trainer_memory
+from milepost.engines.memory_plan import GIB, LOGITS_BYTES, cache_bytes, check_memory, engine_weights, trainer_memory
 from milepost.storage.parameters import EnginesSection, ModelSection, Parameters
-from milepost.storage.training import PerfSection
+from milepost.storage.training import AlgorithmSection, PerfSection
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -31,6 +31,20 @@ def test_state_is_counted_by_the_bytes_of_each_part() -> None:
     assert found.logits == 2 * 2 * 8192 * 151936
 
 
+def test_logits_of_a_large_micro_batch_are_not_there_at_once() -> None:
+    large = parameters().model_copy(update={"perf": PerfSection(dtype="bfloat16", max_tokens_per_micro_batch=65536)})
+    assert trainer_memory(QWEN3_4B, large).logits == 2 * LOGITS_BYTES
+
+
+def test_a_critic_takes_as_much_again_but_for_its_head() -> None:
+    critic = parameters().model_copy(update={"algorithm": AlgorithmSection(advantage="gae")})
+    alone, beside = trainer_memory(QWEN3_4B, parameters()), trainer_memory(QWEN3_4B, critic)
+    assert (beside.weights, beside.gradients) == (2 * alone.weights + 2 * 2560, 2 * alone.gradients + 4 * 2560)
+    assert (beside.logits, beside.activations) == (alone.logits, alone.activations)
+    untied = QWEN3_4B | {"tie_word_embeddings": False}
+    assert trainer_memory(untied, critic).weights == beside.weights + 2 * 151936 * 2560  # the policy's output layer
+
+
 def test_data_parallel_ranks_share_the_optimizer_and_tensor_parallel_ranks_everything() -> None:
     assert trainer_memory(QWEN3_4B, parameters(data_parallel=2)).optimizer == 6 * COUNT
     assert trainer_memory(QWEN3_4B, parameters(tensor_parallel=2)).weights == COUNT
@@ -38,7 +52,7 @@ def test_data_parallel_ranks_share_the_optimizer_and_tensor_parallel_ranks_every
 
 def test_context_parallel_ranks_share_a_micro_batch_and_the_optimizer() -> None:
     alone, two = (trainer_memory(QWEN3_4B, parameters(context_parallel=ranks)) for ranks in (1, 2))
-    assert (two.logits, two.optimizer) == (alone.logits // 2, 6 * COUNT)
+    assert (two.logits, two.optimizer) == (2 * 2 * 4096 * 151936, 6 * COUNT)
     assert (two.weights, two.gradients) == (alone.weights, alone.gradients)
     assert alone.activations / 2 < two.activations < alone.activations  # keys and values are of all ranks
 

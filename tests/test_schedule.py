@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from milepost.engines.schedule import after_the_end, check_schedule, learning_rate, shown
+from milepost.engines.schedule import after_the_end, check_rates, check_schedule, learning_rate, shown
+from milepost.flows.recipe import load_recipe
+from milepost.storage.batch_plan import critic_optimizer, optimizer_steps, with_decay_steps
+from milepost.storage.parameters import Parameters
 from milepost.storage.training import OptimizerSection, as_stored
 
 MEGATRONS = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}
@@ -126,3 +129,22 @@ def test_a_schedule_is_told_in_words() -> None:
     assert shown(OptimizerSection(lr=1e-6)) == "1e-06, constant"
     assert shown(section("cosine")) == "0 to 1 in 10 optimizer steps, then cosine until 110, then 0.1"
     assert "wsd with the last 20 for its decay until 110" in shown(section("wsd", wsd_decay_steps=20))
+
+
+def with_critic(*overrides: str) -> Parameters:
+    knobs = ["data.rollout_batch_size=4", "data.n_samples_per_prompt=1", "algorithm.num_steps_per_rollout=2"]
+    told = ["algorithm.advantage=gae", "optimizer.schedule=linear", "optimizer.lr=1e-6", "optimizer.min_lr=1e-7"]
+    return load_recipe(None, [*knobs, *told, "critic.pretrain_steps=3", *overrides])[0]
+
+
+def test_a_critic_has_its_own_peak_and_warm_up_and_comes_to_its_end_with_the_policy() -> None:
+    chosen = with_decay_steps(with_critic("critic.warmup_steps=4"), 10)
+    policy, critic = chosen.optimizer, critic_optimizer(chosen)
+    assert (optimizer_steps(chosen, 10), policy.decay_steps, critic.decay_steps) == (14, 14, 20)
+    assert [learning_rate(step, critic) for step in (0, 4, 20)] == pytest.approx([0.0, 1e-5, 1e-6])
+    assert [learning_rate(step, policy) for step in (0, 14)] == pytest.approx([1e-6, 1e-7])
+
+
+def test_a_warm_up_of_the_critic_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="critic.warmup_steps 30 leaves nothing to decay: 'linear' ends at .* 20"):
+        check_rates(with_decay_steps(with_critic("critic.warmup_steps=30"), 10))

@@ -11,7 +11,7 @@ import torch
 
 from milepost.engines.embedded_request import SamplingParams
 from milepost.engines.fake_rank import FakeRank
-from milepost.engines.megatron_logprobs import VocabSlice, taken_logprobs
+from milepost.engines.megatron_logprobs import OutputLayer, taken_logprobs
 from milepost.engines.protocols import Role, TrainEngine, UpdateParams, UpdateResult
 from milepost.flows.recipe import load_recipe
 from milepost.storage import attempts
@@ -178,7 +178,8 @@ def test_temperature_is_the_same_in_trainer_and_engine() -> None:
     """Logits 2, 1, 0 at temperature 0.5: neither -0.407606, that of temperature 1, nor its double."""
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     tokens, engine = draw_rows(logits, [SamplingParams(temperature=0.5, top_k=1)], [0])
-    trainer = taken_logprobs(logits, torch.tensor([0]), torch.tensor(tokens), temperature=0.5, columns=VocabSlice(3))
+    hidden, layer = torch.ones(1, 1), OutputLayer(logits.t(), 3)
+    trainer = taken_logprobs(hidden, torch.tensor([0]), torch.tensor(tokens), temperature=0.5, layer=layer)
     assert tokens == [0] and engine == pytest.approx([-0.142932], abs=1e-6)
     assert math.exp(float(trainer) - engine[0]) == pytest.approx(1, abs=1e-6)
 

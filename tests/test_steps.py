@@ -1,11 +1,16 @@
 """What a step is said to have been."""
 
+import math
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
 from milepost.engines.protocols import UpdateResult
 from milepost.router.engine_work import EngineWork
+from milepost.storage.journal import Slot, StepStore
 from milepost.storage.schema import ROLLOUTS, from_rows
-from milepost.tasks.optimize import batches, first_groups, skipped_in_a_row
+from milepost.tasks.optimize import batches, first_groups, skipped_in_a_row, stored_results
 from milepost.tasks.rollout_metrics import dropped_groups, engine_metrics, is_repetitive, rollout_metrics
 from milepost.tasks.steps import update_metrics
 from milepost.tasks.verdict import failure_kind
@@ -135,6 +140,16 @@ def test_a_batch_without_a_token_to_train_is_counted_by_itself() -> None:
     assert (found["train/empty_batches"], found["train/skipped_steps"], found["train/loss"]) == (1.0, 0.0, 1.0)
 
 
+def test_a_step_that_was_skipped_is_recorded_without_the_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    skipped = UpdateResult("k0", False, 0, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
+    store, slot = StepStore(str(tmp_path), "run", 0), Slot("optimize")
+    store.commit(slot, "key", {}, record={"results": [asdict(skipped)]}, started=0.0)
+    commit = store.stored(slot)
+    assert commit and stored_results(commit) == [skipped] and skipped.metrics == {"lr": 0.1}
+    counts = {"train/optimizer_steps": 0.0, "train/skipped_steps": 1.0, "train/empty_batches": 0.0}
+    assert update_metrics([skipped]) == {"train/lr": 0.1} | counts
+
+
 def test_only_the_first_groups_with_a_kept_sample_are_trained() -> None:
     rows = [
         sample("a", 0, kept=False),
@@ -153,7 +168,16 @@ def test_batches_hold_every_row_once_in_order(count: int, sizes: list[int]) -> N
 
 
 @pytest.mark.parametrize(
-    ("applied", "skipped"), [([], 0), ([True], 0), ([False, True], 0), ([False], 1), ([True, False, False], 2)]
+    ("applied", "newest", "skipped"),
+    [
+        ([], 0, 0),
+        ([True], 1, 0),
+        ([False], 1, 1),
+        ([True, False, False], 1, 2),
+        ([False, True], 1, 0),
+        ([False, False, True], 2, 2),  # too many are too many, whatever the last of a step came to
+        ([False, False, True], 0, 0),
+    ],
 )
-def test_skips_count_only_in_a_row_and_up_to_now(applied: list[bool], skipped: int) -> None:
-    assert skipped_in_a_row(applied) == skipped
+def test_skips_count_only_in_a_row_and_up_to_the_newest_step(applied: list[bool], newest: int, skipped: int) -> None:
+    assert skipped_in_a_row(applied, newest) == skipped

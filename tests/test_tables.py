@@ -127,7 +127,7 @@ def test_a_table_from_a_newer_milepost_is_refused() -> None:
     newer = table().replace_schema_metadata({**ROLLOUTS.metadata, b"milepost.schema_version": b"99"})
     sink = pa.BufferOutputStream()
     pq.write_table(newer, sink)
-    with pytest.raises(SchemaMismatch, match="99 is newer than the 3 this Milepost reads"):
+    with pytest.raises(SchemaMismatch, match="99 is newer than the 4 this Milepost reads"):
         read_bytes(sink.getvalue().to_pybytes())
 
 

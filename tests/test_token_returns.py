@@ -10,10 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.engines.divergence import KL_ESTIMATORS, kl
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.storage.training import AlgorithmSection
 from milepost.tasks.advantages import advantage_columns, compute
-from milepost.tasks.token_returns import divergence, returns, whitened
+from milepost.tasks.critic import critic_metrics
+from milepost.tasks.prepare import with_advantages
+from milepost.tasks.token_returns import divergence, gae_advantages, returns, returns_to_learn, whitened
+
+from .test_tables import rollout
 
 CLOSE = {"abs": 1e-6}
+VARIANCE = "train/explained_variance"
 
 
 def rollouts(rewards: list[float | None], old: list[list[float]], mask: list[list[int]], group: str = "") -> pa.Table:
@@ -29,6 +36,10 @@ def rollouts(rewards: list[float | None], old: list[list[float]], mask: list[lis
             "ref_logprobs": pa.array([[0.0] * len(row) for row in old], floats),
         }
     )
+
+
+def with_values(table: pa.Table, values: list[list[float]], name: str = "values") -> pa.Table:
+    return table.append_column(name, pa.array(values, pa.list_(pa.float32())))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +125,80 @@ def test_what_is_masked_is_read_by_nothing(name: str) -> None:
         for other in (0.0, math.nan)
     )
     assert [row[0] for row in clean] == [row[0] for row in dirty]
+
+
+B4 = {"values": [0.1, 0.9, 0.2, 0.3], "mask": [1, 0, 1, 1]}
+
+
+def test_generalised_advantages_pass_over_tokens_that_are_not_trained() -> None:
+    found = gae_advantages(1.0, [0.0] * 4, **B4, gamma=0.9, gae_lambda=0.5)
+    assert found == pytest.approx([0.25325, 0, 0.385, 0.7])
+    table = with_values(rollouts([1.0], [[0.0] * 4], [B4["mask"]]), [B4["values"]])
+    assert advantage_columns(table, "gae", gamma=0.9, gae_lambda=0.5)[0] == pytest.approx(found, **CLOSE)
+    assert returns_to_learn(table, [found])[0] == pytest.approx([0.35325, 0, 0.585, 1])
+
+
+def test_a_token_is_charged_where_it_diverges_and_the_critic_is_to_know() -> None:
+    table = with_values(rollouts([1.0], [[-0.1, -0.3, -0.2]], [[1, 0, 1]]), [[0.5, 9.0, 0.25]])
+    # k1: 0.1 and 0.2 times -1 are gained by being less likely than the reference has it.
+    found = advantage_columns(table, "gae", kl_coef=1.0, kl_estimator="k1", gae_lambda=0.5)
+    last = 1 + 0.2 - 0.25
+    assert found[0] == pytest.approx([0.1 + 0.25 - 0.5 + 0.5 * last, 0, last], **CLOSE)
+    assert returns_to_learn(table, found)[0] == pytest.approx([found[0][0] + 0.5, 0, 1.2], **CLOSE)
+
+
+Tokens = st.lists(st.tuples(st.floats(-3, 3), st.booleans(), st.floats(-1, 1)), min_size=1, max_size=8)
+
+
+@given(Tokens, st.floats(-5, 5), st.floats(0, 1), st.floats(0.5, 1))
+def test_generalised_advantages_are_those_of_the_sequence_without_its_masked_tokens(
+    tokens: list[tuple[float, bool, float]], reward: float, decay: float, gamma: float
+) -> None:
+    values, masks, charged = (list(column) for column in zip(*tokens, strict=True))
+    found = gae_advantages(reward, charged, values, masks, gamma=gamma, gae_lambda=decay)
+    trained = [token for token in tokens if token[1]]
+    short = gae_advantages(
+        reward,
+        [token[2] for token in trained],
+        [token[0] for token in trained],
+        [1] * len(trained),
+        gamma=gamma,
+        gae_lambda=decay,
+    )
+    assert [value for value, token in zip(found, tokens, strict=True) if token[1]] == short
+    assert all(value == 0 for value, token in zip(found, tokens, strict=True) if not token[1])
+    whole = gae_advantages(reward, [0.0] * len(values), values, masks, gamma=1.0, gae_lambda=1.0)
+    assert whole == pytest.approx([(reward - value) * is_in for value, is_in in zip(values, masks, strict=True)])
+
+
+def test_returns_are_told_before_advantages_are_whitened() -> None:
+    one = {"response_token_ids": [1], "loss_mask": [1], "rollout_logprobs": [0.0]}
+    samples = zip("abc", [1.0, 0.0, None], [0.25, 0.25, 0.5], strict=True)
+    rows = [rollout(name) | one | {"reward": reward, "values": [value]} for name, reward, value in samples]
+    table = from_rows(rows, ROLLOUTS)
+    found = with_advantages(table, AlgorithmSection(advantage="gae", whiten_advantages=True))
+    assert np.concatenate(found["returns"].to_pylist()) == pytest.approx([1.0, 0.0, 0.5])
+    assert np.concatenate(found["advantages"].to_pylist()) == pytest.approx([0.5**0.5, -(0.5**0.5), 0], **CLOSE)
+
+
+def test_a_critic_that_expects_the_returns_explains_all_of_their_variance() -> None:
+    bare = rollouts([1.0, 3.0], [[0.0] * 2] * 2, [[1, 0], [1, 1]])
+
+    def measured(values: list[list[float]], returns: list[list[float]]) -> dict[str, float]:
+        return critic_metrics(with_values(with_values(bare, values), returns, "returns"))
+
+    known = measured([[1.0, 9.0], [3.0, 3.0]], [[1.0, 0.0], [3.0, 3.0]])
+    assert known == {"rollout/values": pytest.approx(7 / 3), "rollout/returns": pytest.approx(7 / 3), VARIANCE: 1.0}
+    assert measured([[2.0, 2.0], [2.0, 2.0]], [[1.0, 0.0], [3.0, 3.0]])[VARIANCE] == pytest.approx(0)
+    assert VARIANCE not in measured([[2.0, 2.0], [2.0, 2.0]], [[1.0, 0.0], [1.0, 1.0]])
+
+
+def test_without_what_a_critic_expects_there_is_no_such_advantage() -> None:
+    with pytest.raises(ValueError, match="needs what a critic expects, and samples have no values"):
+        compute("gae", [[1.0]])
+    table = with_values(rollouts([1.0], [[0.0]], [[1]]), [[math.inf]])
+    with pytest.raises(ValueError, match="not finite: lower critic.lr"):
+        advantage_columns(table, "gae")
 
 
 def test_any_estimator_can_be_whitened() -> None:

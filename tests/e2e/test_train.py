@@ -139,6 +139,18 @@ def test_two_ranks_train_the_same_run(run: RunFolder, tmp_path: Path, model_dir:
     assert found.metrics["train/grad_norm"] == pytest.approx(expected.metrics["train/grad_norm"], rel=1e-3)
 
 
+def test_a_critic_learns_beside_the_policy_and_is_replayed_with_it(tmp_path: Path, model_dir: str) -> None:
+    told = ["algorithm.advantage=gae", "algorithm.kl_reward_coef=0.05", "critic.lr=3e-3", "critic.pretrain_steps=2"]
+    ppo = trained("ppo", tmp_path, model_dir, *told, steps=4)
+    closed = [manifest.load(ppo, step) for step in range(4)]
+    losses = [each.metrics["train/value_loss"] for each in closed]
+    assert losses[3] < losses[0] / 1.2 and all(each.metrics["train/critic-optimizer_steps"] == 2 for each in closed)
+    digests = [each.version_out.split("-")[1] for each in closed]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+    assert verify(ppo).faults == []
+    assert asyncio.run(replay(run="ppo", root=str(tmp_path), steps="3:4"))["verdict"] == "identical"
+
+
 def test_a_checkpoint_is_converted_for_its_evaluation_and_has_the_weights_it_names(run: RunFolder) -> None:
     """The older one, whose exported folder is not the newest: its trainer reads it and writes a folder, once."""
     held_out = [EvalSet(path=str(Path(run.uri).parent / "prompts.jsonl"), n_samples_per_prompt=2)]
