@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from milepost.flows.results import evaluations, held_out
 from milepost.storage import attempts, checkpoints
 from milepost.storage.parameters import CheckpointSection
+from milepost.storage.retention import removed
 from milepost.storage.runs import RunFolder
 from milepost.tasks.watched import Point, best_of
 
@@ -44,7 +45,10 @@ def saved_step(folder: RunFolder, which: str, saved: Sequence[int]) -> int:
     if not which.isdigit():
         raise ValueError(f"{folder.run_id}@{which} names no step: give one of {known}, 'latest' or 'best'")
     if int(which) not in (0, *saved):
-        raise LookupError(f"run {folder.run_id!r} has no checkpoint of step {which}: there are {known}")
+        why = ""
+        if int(which) in removed(folder):
+            why = " any more, newer ones took its place (checkpoint.keep_last, checkpoint.keep_every)"
+        raise LookupError(f"run {folder.run_id!r} has no checkpoint of step {which}{why}: there are {known}")
     return int(which)
 
 

@@ -8,18 +8,13 @@ from milepost.flows.checkpoint import Weights
 from milepost.flows.progress import say
 from milepost.flows.replay import trainer_before
 from milepost.storage import attempts, files
+from milepost.storage.exports import kept_export
 from milepost.storage.runs import RunFolder
-from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.sync import current_weights
 
 
 class OtherWeights(RuntimeError):
     """A checkpoint gave other weights than it names."""
-
-
-def kept_export(folder: RunFolder, version: WeightVersion) -> str:
-    """Where the exported weights of a version are kept; the digest is in the name, so a stale one is never found."""
-    return files.join(folder.workspace, "exports", f"{version.step:06d}-{version.digest[:12]}")
 
 
 async def exported_weights(weights: Weights) -> WeightSource | None:

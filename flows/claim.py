@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 from prefect import get_run_logger
 from prefect.exceptions import Pause
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
 
 from milepost.flows import crashed
 from milepost.flows.outcome import signal_in
@@ -34,7 +36,8 @@ async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> Asyn
             yield lease.fence
         except BaseException as error:
             if isinstance(signal_in(error), Pause):
-                note(folder.uri, lease.fence, PAUSED)
+                api = str(PREFECT_API_URL.value() or "")
+                note(folder.uri, lease.fence, PAUSED, flow_run=str(flow_run.id or ""), api=api)
                 await asyncio.to_thread(crashed.end_suspended)
             raise
 

@@ -22,7 +22,7 @@ from milepost.flows.cli_router import router_app
 from milepost.flows.cli_sft import sft_app
 from milepost.flows.cli_stored import stored_app
 from milepost.flows.cli_watch import watch_app
-from milepost.flows.failure import RunFailed, sentence
+from milepost.flows.failure import TERMINATED, RunFailed, sentence
 from milepost.flows.recipe import DEFAULT_ROOT, absolute_root
 
 INTERRUPTED = 130  # what typer returns for KeyboardInterrupt
@@ -54,16 +54,19 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Check a run and print every number that follows from its parameters, without starting anything."""
-    from milepost.flows.plan import make_plan
+    from milepost.flows.plan import make_plan, notices
     from milepost.flows.plan_numbers import describe
+    from milepost.flows.progress import say
     from milepost.flows.recipe import request
 
     wanted = request(config, set or [], run=run, root=root, steps=steps)
-    found = describe(make_plan(wanted.run, wanted.root, wanted.steps, wanted.parameters))
+    made = make_plan(wanted.run, wanted.root, wanted.steps, wanted.parameters)
+    for notice in notices(made):
+        say(notice)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(describe(made)))
     else:
-        print_values(found, "plan")
+        print_values(describe(made), "plan")
 
 
 @app.command()
@@ -168,7 +171,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """Leave in good order: what is running ends, and what is committed stands."""
-    raise SystemExit(0)
+    raise SystemExit(TERMINATED)
 
 
 def _run(arguments: list[str], *, debug: bool) -> int:

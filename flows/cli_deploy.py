@@ -60,4 +60,4 @@ def deploy(
         print(f"{name:28} {url.removesuffix('/api')}/deployments/deployment/{id}/run")
     if worker:
         raise typer.Exit(work(pool, url))
-    print(f"nothing runs it yet: `milepost deploy --pool {pool}` starts a worker")
+    print(f"a worker of pool {pool!r} runs it: `milepost deploy --pool {pool}` starts one where there is none")

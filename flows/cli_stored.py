@@ -122,7 +122,7 @@ def sql(
     out: Annotated[str, typer.Option(help="Write the rows to a .csv, .json or .parquet file instead.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Query stored runs: rollouts, prompts, steps, verdicts, drops and metrics are tables of all of them."""
+    """Query stored runs: rollouts, batches, learnt, prompts, steps, verdicts, drops and metrics are tables of them."""
     from milepost.flows.sql import as_rows, chosen_runs, query, write
 
     result = query(chosen_runs(root or DEFAULT_ROOT, run, runs), statement)

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 from milepost.flows.progress import progress_bar
 from milepost.flows.step_range import step_range
 from milepost.storage import attempts, files, manifest, runs
-from milepost.storage.ancestry import tables_of
 from milepost.storage.documents import documents, with_messages
 from milepost.storage.journal import Slot
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
+from milepost.storage.step_tables import tables_of
 from milepost.storage.tables import TableRef, read_table
 from milepost.storage.taught import require_other
 from milepost.storage.text import to_json

@@ -1,6 +1,10 @@
 """From an exception to the one sentence a person reads."""
 
+import signal
+
 from milepost.storage.redaction import masked_text
+
+TERMINATED = 128 + signal.SIGTERM  # the exit code of a command that ended in good order because it was told to
 
 
 class RunFailed(RuntimeError):

@@ -18,19 +18,23 @@ from milepost.storage.provenance import provenance
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS, from_rows
 from milepost.storage.tables import TableRef, write_table
-from milepost.storage.taught import SFT_RECORD
+from milepost.storage.taught import ROW, SFT_RECORD
 from milepost.storage.text import escape, to_json
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its response, whose tokens are trained: all, or those that `loss_mask` has a 1 for."""
+    """A prompt and its response, whose tokens are trained: all, or those that `loss_mask` has a 1 for.
+
+    `row` is its row in the file that it is from, if it is from one.
+    """
 
     prompt: str | Messages
     prompt_token_ids: list[int]
     response: str
     response_token_ids: list[int]
     loss_mask: list[int] | None = None
+    row: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -107,7 +111,7 @@ def example_row(example: Example, *, run: str, step: int, position: int) -> dict
         "turns": 1,
         "seed": 0,
         "sampling": "{}",
-        "metadata": "{}",
+        "metadata": to_json({} if example.row is None else {ROW: example.row}),
         "kept": True,
         "advantages": [1.0] * count,
         "old_logprobs": [0.0] * count,

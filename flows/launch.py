@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from prefect.exceptions import TerminationSignal
 
-from milepost.flows.failure import RunFailed, first_cause, sentence
+from milepost.flows.boundary import require_checkpoint
+from milepost.flows.failure import TERMINATED, RunFailed, first_cause, sentence
 from milepost.flows.outcome import watched
 from milepost.flows.parents import going_on
 from milepost.flows.plan import make_plan
@@ -34,6 +35,7 @@ def check(request: Request, allowed: Sequence[str]) -> RunFolder:
         record = require_resumable(folder, request.steps)
         chosen = going_on(request.parameters, record)
         require_allowed(record, chosen, allowed)
+        require_checkpoint(folder, record, chosen)
         _require_secrets(folder, record, chosen)
     else:
         runs.require_new(folder)
@@ -136,12 +138,12 @@ def run_flow(begin: Callable[[], Coroutine[Any, Any, R]]) -> R:
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """SIGTERM during a flow, which Prefect turns into an error of its own, ends this process with code 0."""
+    """SIGTERM during a flow, which Prefect turns into an error of its own, ends this process with its code."""
     try:
         yield
     except BaseException as error:  # it may lie inside groups of what ran side by side when the signal came
         if isinstance(first_cause(error), TerminationSignal):
-            raise SystemExit(0) from None
+            raise SystemExit(TERMINATED) from None
         raise
 
 

@@ -71,10 +71,7 @@ def _ancestry(found: Ancestry) -> Tree:
             continue
         graders = ", ".join(step.graders) or "none"
         steps.add(f"step {step.step}: manifest {step.manifest[:12]}, attempt {step.attempt}, graders {graders}")
-    if learns := found.data.get(TAUGHT):
-        tree.add(f"learnt {learns['rows'] - learns['too_long']} rows of {learns['file']} ({learns['digest'][:12]})")
-    else:
-        _prompts(tree, found.prompts)
+    _prompts(tree.add(_of_data(found)), found.prompts)
     for attempt in found.attempts:
         changed = f", changed {', '.join(attempt.changes)}" if attempt.changes else ""
         code = f"commit {attempt.commit[:12] or 'unknown'}{' with a diff' if attempt.diff_digest else ''}"
@@ -93,10 +90,20 @@ def _ancestry(found: Ancestry) -> Tree:
     return tree
 
 
-def _prompts(tree: Tree, served: list[PromptLink]) -> None:
-    prompts = tree.add(f"{len(served)} prompts of {', '.join(sorted({item.dataset for item in served}))}")
-    for prompt in ends(served):
-        prompts.add("..." if prompt is None else f"{prompt.prompt_id}: row {prompt.row}, steps {_listed(prompt.steps)}")
+def _of_data(found: Ancestry) -> str:
+    """Where the prompts come from."""
+    if learns := found.data.get(TAUGHT):
+        return f"learnt {learns['rows'] - learns['too_long']} rows of {learns['file']} ({learns['digest'][:12]})"
+    return f"{len(found.prompts)} prompts of {', '.join(sorted({item.dataset for item in found.prompts}))}"
+
+
+def _prompts(branch: Tree, taken: list[PromptLink]) -> None:
+    for prompt in ends(taken):
+        if prompt is None:
+            branch.add("...")
+            continue
+        row = "" if prompt.row is None else f"row {prompt.row}, "
+        branch.add(f"{prompt.prompt_id}: {row}steps {_listed(prompt.steps)}")
 
 
 def _origin(found: Origin) -> str:

@@ -10,9 +10,9 @@ from milepost.engines.gpu_placement import shares_gpus
 from milepost.flows.asked import answer
 from milepost.flows.deadline import stacks_kept
 from milepost.flows.held_out import eval_due, held_out, hold_missed
+from milepost.flows.other_models import other_models
 from milepost.flows.progress import Advance, progress_bar, say, step_text
 from milepost.flows.ray_cluster import joined_ray
-from milepost.flows.reference import reference_folder
 from milepost.flows.report_delivery import report_at_end
 from milepost.flows.run_logs import logged
 from milepost.flows.run_page import shown
@@ -34,7 +34,6 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
     """The next step and the position before it, with the weights of that position in the trainer and every engine."""
     turns = Turns(shares_gpus(launched.parameters), engines.trainer, engines.engines)
     if engines.trainer:
-        begin_as_parent(launched.folder, launched.record, engines.trainer)
         stands = recover_trainer(launched.folder, engines.trainer, say=say)
     else:
         stands = standing(launched.folder)
@@ -54,6 +53,8 @@ async def recover(launched: Launched, engines: Fleet) -> tuple[int, Position]:
 
 async def run_steps(launched: Launched, engines: Fleet, tracker: Tracker, advance: Advance, restarts: Restarts) -> None:
     """Every step from where the run stands, with evaluation where it is due."""
+    if engines.trainer:
+        begin_as_parent(launched.folder, launched.record, engines.trainer)
     missed = hold_missed(launched, engines)
     begin, position = await recover(launched, engines)
     steps, every = launched.record.steps, launched.parameters.eval.every_steps
@@ -89,11 +90,11 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
     """The steps, on new engines each time that something other than a rollout engine dies or hangs."""
     restarts = Restarts(launched.parameters.engines.max_restarts)
     model_dir, course = launched.record.model["folder"], course_of(launched.record)
-    reference = reference_folder(launched.parameters, launched.record.model) if course.trains else ""
+    others = other_models(launched.parameters, launched.record.model) if course.trains else {}
 
     async def attempt() -> None:
         run, parameters = launched.folder.run_id, launched.parameters
-        with fleet(run, parameters, model_dir, reference_dir=reference, course=course) as engines:
+        with fleet(run, parameters, model_dir, others=others, course=course) as engines:
             async with stacks_kept(launched):
                 steps = run_steps(launched, engines, tracker, advance, restarts)
                 await supervised(steps, launched, engines, restarts)

@@ -8,11 +8,11 @@ import pyarrow.compute as pc
 
 from milepost.engines.tokenizer import load_tokenizer
 from milepost.flows.step_range import require_steps
-from milepost.storage import attempts, manifest, purges, runs, tables
+from milepost.storage import attempts, checkpoints, manifest, purges, runs, tables
 from milepost.storage.batch_plan import with_decay_steps
 from milepost.storage.journal import Slot
 from milepost.storage.parameters import Parameters
-from milepost.storage.parent import ParentRun, course_of, parent_run, trained_steps
+from milepost.storage.parent import ParentRun, course_of, parent_run, steps_before, trained_steps
 from milepost.storage.prompt_mixture import shares_of
 from milepost.storage.prompts import PromptSet, stored_prompts
 from milepost.storage.runs import RunFolder, RunRecord
@@ -145,20 +145,37 @@ def _parameters(folder: RunFolder, steps: range, stages: tuple[Stage, ...]) -> P
 
 def check_source(source: Source, parameters: Parameters, model_dir: str) -> None:
     """ValueError or FileNotFoundError unless every table that is taken is whole, and the model reads its tokens."""
-    parent, record = source.parent, source.record
+    parent = source.parent
     if parameters.model.context_length < source.parameters.model.context_length:
         raise ValueError(
             f"model.context_length {parameters.model.context_length} is less than the "
             f"{source.parameters.model.context_length} of run {parent.run!r}: its samples may be longer, so raise it"
         )
-    if parent.begin and parameters.engines.train != "none" and model_dir != record.model["folder"]:
-        raise ValueError(
-            f"model.path is another than that of run {parent.run!r}, whose trainer before step {parent.begin} the run "
-            "would begin with: begin at step 0, or leave it out"
-        )
+    if parameters.engines.train != "none" and steps_before(parent):
+        _check_begin(source, model_dir)
     _check_tokenizer(source, parameters, model_dir)
     for step in source.steps:
         _check_tables(source, step, parameters)
+
+
+def _check_begin(source: Source, model_dir: str) -> None:
+    """ValueError unless the trainer that the parent had before the first step that is taken can be had again."""
+    parent, record = source.parent, source.record
+    if model_dir != record.model["folder"]:
+        fix = "leave it out" if parent.earlier else "begin at step 0, or leave it out"
+        raise ValueError(
+            f"model.path is another than that of run {parent.run!r}, whose trainer before step {parent.begin} the run "
+            f"would begin with: {fix}"
+        )
+    if not course_of(record).trains:
+        raise ValueError(
+            f"run {parent.run!r} trains nothing, so there is no trainer before step {parent.begin}: begin at step 0"
+        )
+    saved = checkpoints.complete(source.folder, hashes=False)
+    if parent.earlier and not any(number <= parent.begin for number in saved):
+        raise ValueError(
+            f"{source.folder.checkpoint(0)}, which run {parent.run!r} began with, is not whole: restore it from a copy"
+        )
 
 
 def _check_tokenizer(source: Source, parameters: Parameters, model_dir: str) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from milepost.flows.failure import RunFailed
 from milepost.storage.process_logs import SAID
 
 LINE_SECONDS = 1.0
@@ -21,7 +22,11 @@ def say(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:  # a worker or terminal that was killed
+        gone = "whoever started this process is gone, and nobody reads what it says"
+        raise RunFailed(f"{gone}: go on with the deployment `resume`, or `milepost resume`") from None
 
 
 class Advance(Protocol):

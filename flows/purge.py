@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, field, replace
 
 from milepost.flows.evaluation_results import is_evaluation
 from milepost.flows.report_delivery import report_now
-from milepost.storage import attempts, files, purge, purges, runs
+from milepost.storage import attempts, files, purge, purge_texts, purges, runs
 from milepost.storage.lease import hold
 from milepost.storage.purge import Finding
+from milepost.storage.purge_texts import Words
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 from milepost.storage.taught import came_of, go_on_with, taught
@@ -18,16 +19,17 @@ from milepost.tasks.recover import needed_tables
 class Purged:
     """What a purge did, or would do, in one run.
 
-    `sources` are the files that the run's prompts were read from, `left` the files of the run that are no tables and
-    have the words of a prompt even now.
+    `cleaned` are the files that are no tables and lose the words of a prompt, or are written anew without them, `left`
+    those that have them even then; `sources` are the files that the run's prompts were read from.
     """
 
     run: str
     prompts: list[str]
     tables: list[str] = field(default_factory=list)
     rows: int = 0
-    sources: list[str] = field(default_factory=list)
+    cleaned: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
 
 def holders(folders: Iterable[RunFolder], prompts: Collection[str]) -> dict[RunFolder, set[str]]:
@@ -81,22 +83,23 @@ def purge_run(
     LeaseHeld while somebody works on the run. Unless with `force`, what the run needs to go on is not taken from it.
     """
     if dry_run:
-        return _purged(folder, _find(folder, prompts))
+        found = _find(folder, prompts)
+        return _planned(folder, found, purge.words(folder, found))
     with hold(folder):
         found = _find(folder, prompts)
         if not force:
             _require_not_needed(folder, found)
+        words = purge.words(folder, found)
+        planned = _planned(folder, found, words)
         if found.tables:
             purges.publish(folder.uri, found.prompts, found.tables, reason=reason)
-        words = purge.words(folder, found)
-        purge.clean_quarantine(folder, words)
-        purge.clean_logs(folder, words)
+        purge_texts.clean(folder, words)
         purge.replace_tables(folder, found)
         purge.remove_leftovers(folder)
     if files.exists(folder.report):
         report_now(root, folder.run_id)
     purges.finish(folder.uri)
-    return replace(_purged(folder, found), left=purge.files_with(folder, words))
+    return replace(planned, left=purge_texts.files_with(folder, words))
 
 
 def _find(folder: RunFolder, prompts: Collection[str]) -> Finding:
@@ -123,12 +126,15 @@ def _require_not_needed(folder: RunFolder, found: Finding) -> None:
         )
 
 
-def _purged(folder: RunFolder, found: Finding) -> Purged:
+def _planned(folder: RunFolder, found: Finding, words: Words) -> Purged:
+    texts = purge_texts.plan(folder, words, removed=purge.leftovers(folder))
     return Purged(
         run=folder.run_id,
         prompts=sorted(found.prompts),
         tables=[table.file for table in found.tables],
         rows=sum(table.rows for table in found.tables),
+        cleaned=texts.cleaned,
+        left=texts.left,
         sources=_sources(folder),
     )
 
@@ -151,6 +157,8 @@ def show(found: list[Purged], others: list[str], *, dry_run: bool) -> None:
     for one in found:
         did = "would replace" if dry_run else "replaced"
         print(f"{one.run}: {did} {one.rows} rows in {len(one.tables)} tables by tombstones")
+        if one.cleaned:
+            print(f"{one.run}: {'would rewrite' if dry_run else 'rewrote'} {', '.join(one.cleaned)} without them")
         for uri in one.left:
             print(f"not touched: {uri} has the words of a prompt, remove it if you do not need it")
     for path in dict.fromkeys(path for one in found for path in one.sources):

@@ -15,11 +15,11 @@ from milepost.engines.local_graders import LocalGraders
 from milepost.flows.progress import progress_bar
 from milepost.flows.step_range import step_range
 from milepost.storage import attempts, manifest, runs
-from milepost.storage.ancestry import sample_tables
 from milepost.storage.origin import require_own_reward
 from milepost.storage.parameters import RewardSection
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import ROLLOUTS
+from milepost.storage.step_tables import sample_tables
 from milepost.storage.tables import TableRef, concat, read_table
 from milepost.storage.taught import require_other
 from milepost.storage.tombstones import purged_rows

@@ -51,7 +51,8 @@ def plan_kept(
     runs.require_new(runs.run_folder(root, into))
     before = attempts.parameters_of(folder, manifest.load(folder, steps.start).attempt)
     parameters = kept_parameters(before, folder.run_id, first, overrides)
-    earlier = steps_before(parent_run(attempts.current(folder))) if steps.start else 0
+    record = attempts.current(folder)
+    earlier = steps_before(parent_run(record)) if course_of(record).trains else 0
     parent = ParentRun(folder.run_id, steps.start, first, earlier)
     return make_plan(into, root, len(steps), parameters, parent=parent)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from milepost.flows.best import best_line
 from milepost.flows.results import curve, evaluations, finished
-from milepost.flows.run_status import PAUSED, RunStatus, open_commits, resume_command, run_status
+from milepost.flows.run_status import LEFT, RunStatus, open_commits, resume_command, run_status
 from milepost.flows.step_rows import step_rows
 from milepost.storage import attempts, files
 from milepost.storage.journal import Slot
@@ -77,6 +77,6 @@ def _places(folder: RunFolder, root: str, status: RunStatus, *, checkpoint: str,
         found["model"] = model_of(folder)
     if files.exists(folder.report):
         found["report"] = folder.report
-    if status.state in ("stopped", "crashed", PAUSED):
+    if status.state in LEFT:
         found["go on with"] = go_on_with(folder) if learns else resume_command(folder, root)
     return {name: place for name, place in found.items() if place}

@@ -1,4 +1,4 @@
-"""How a run stands, from its folder alone: nothing that runs is asked, and few files are read."""
+"""How a run stands, from its folder: few files are read, and nothing that runs is asked but of a run that is paused."""
 
 import bisect
 import statistics
@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from milepost.flows.results import latest_evaluation
+from milepost.flows.suspended import since_suspended
 from milepost.storage import attempts, files, lease, manifest, runs, stops
 from milepost.storage.journal import Commit, StepStore
 from milepost.storage.runs import RunFolder
@@ -15,6 +16,7 @@ from milepost.storage.runs import RunFolder
 PAUSED = "paused"
 QUEUED = "queued"
 AT_WORK = ("running", QUEUED)  # the states in which a process has the run
+LEFT = ("stopped", "cancelled", "crashed", PAUSED)  # those in which one may take it up
 
 RATE_STEPS = 5
 WORKERS = 8  # a run on an object store is many short waits
@@ -22,8 +24,8 @@ WORKERS = 8  # a run on an object store is many short waits
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run in a line of a table. `state` is running, queued for its turn on the engines, paused on its page, finished,
-    stopped, crashed, or unreadable with the `problem`.
+    """A run in a line of a table. `state` is running, queued for its turn on the engines, paused on its page, cancelled
+    there since, finished, stopped, crashed, or unreadable with the `problem`.
 
     `committed_at` is when its newest stage was committed, in Unix seconds; `step_seconds` is the median of late steps;
     `stopped` is why a rule of its own has ended it.
@@ -100,16 +102,18 @@ def planned_steps(folder: RunFolder) -> int:
 
 
 def run_state(folder: RunFolder, done: int, steps: int) -> str:
-    """What the lease and its heartbeat say, and for a run that nobody has, whether it came to its end."""
-    holder = lease.holder(folder.uri)
-    if holder is not None:
-        return (_noted(folder, QUEUED) or "running") if holder.works else "crashed"
-    return "finished" if done >= steps else _noted(folder, PAUSED) or "stopped"
+    """What the lease and its heartbeat say, and for a run that nobody has, whether it came to its end.
 
-
-def _noted(folder: RunFolder, word: str) -> str:
-    """`word`, when it is the last that was said beside the newest claim."""
-    return word if lease.noted(folder.uri) == word else ""
+    One that was paused may have been cancelled since, when no process of it was there to note that.
+    """
+    holder, noted = lease.holder(folder.uri), lease.noted(folder.uri)
+    if holder is not None and holder.works:
+        return QUEUED if noted.says == QUEUED else "running"
+    if holder is not None and noted.says != PAUSED:
+        return "crashed"
+    if done >= steps:
+        return "finished"
+    return since_suspended(noted) or PAUSED if noted.says == PAUSED else "stopped"
 
 
 def open_commits(folder: RunFolder, step: int) -> list[Commit]:

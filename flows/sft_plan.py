@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,11 @@ def _plan(rows: int, data: SftDataSection, steps: int | None, epochs: float | No
 def _examples(row: Dialogue | Solved, path: str, tokenizer: Tokenizer, *, template: bool) -> list[Example]:
     try:
         if isinstance(row, Solved):
-            return [solved_example(row.prompt, row.response, tokenizer, template=template)]
-        learnable = tokenizer.dialogues(encodable(row.messages), encodable(row.tools))
-        return [dialogue_example(one, tokenizer) for one in learnable]
+            found = [solved_example(row.prompt, row.response, tokenizer, template=template)]
+        else:
+            learnable = tokenizer.dialogues(encodable(row.messages), encodable(row.tools))
+            found = [dialogue_example(one, tokenizer) for one in learnable]
+        return [replace(example, row=row.row) for example in found]
     except ValueError as error:
         raise bad_row(parse_path(path)[0], row.line, str(error)) from None
 

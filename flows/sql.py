@@ -1,8 +1,8 @@
 """SQL over stored runs, by DuckDB, without loading them first.
 
 Tables: `rollouts` (every sample), `prompts` (every serving), `steps` and `metrics` (from the manifests), `verdicts`
-(what rewards said), `drops` (samples that were not trained on, with the reason) and `batches` (what the optimizer was
-given). Each has `run_id` and `step`.
+(what rewards said), `drops` (samples that were not trained on, with the reason), `batches` (what the optimizer was
+given) and `learnt` (those of supervised fine-tunings by the rows of their files). Each has `run_id` and `step`.
 """
 
 import fnmatch
@@ -17,19 +17,20 @@ from pyarrow import csv
 
 from milepost.flows.table_view import create_view
 from milepost.storage import attempts, files, manifest, runs
-from milepost.storage.ancestry import SCORED, tables_of
 from milepost.storage.journal import Commit, Slot, StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.runs import RunFolder
 from milepost.storage.schema import CATALOG
 from milepost.storage.schema_versions import Catalog
+from milepost.storage.step_tables import SCORED, tables_of
 from milepost.storage.tables import TableRef, require_all
+from milepost.storage.taught import taught
 
 # What the tables of a stage are seen as.
 _VIEWS = {
     "filter": ("rollouts", "verdicts", "drops"),
     "evaluate": ("rollouts", "verdicts"),
-    "optimize": ("batches",),
+    "optimize": ("batches", "learnt"),
     "sample": ("prompts", "served"),
 }
 _PROMPTS = """
@@ -43,6 +44,11 @@ FROM rollouts WHERE verdict IS NOT NULL
 """
 _DROPS = """
 CREATE VIEW drops AS SELECT run_id, step, group_id, sample_id, status, reward, drop_reason FROM rollouts WHERE NOT kept
+"""
+_LEARNT = """
+CREATE VIEW learnt AS SELECT run_id, step, file, TRY_CAST(metadata ->> '$.row' AS BIGINT) AS row, sample_id, prompt_id,
+    prompt, response
+FROM batches JOIN learnt_files USING (run_id)
 """
 
 
@@ -119,12 +125,20 @@ def _create_views(
     closed = [step for run in stored for step in run.closed]
     connection.register("steps", _steps(closed))
     connection.register("metrics", _metrics(closed))
-    connection.execute(_VERDICTS)
-    connection.execute(_DROPS)
+    connection.register("learnt_files", _learnt_files(folders))
+    for view in (_VERDICTS, _DROPS, _LEARNT):
+        connection.execute(view)
 
 
 def _no_servings() -> pa.Table:
     return pa.schema([("run_id", pa.string()), ("step", pa.int32()), ("filename", pa.string())]).empty_table()
+
+
+def _learnt_files(folders: list[RunFolder]) -> pa.Table:
+    """The file that each fine-tuning among some runs has learnt."""
+    known = ((folder.run_id, taught(runs.load(folder))) for folder in folders)
+    rows = [{"run_id": run, "file": found.file} for run, found in known if found]
+    return pa.Table.from_pylist(rows, schema=pa.schema([("run_id", pa.string()), ("file", pa.string())]))
 
 
 def _steps(closed: list[StepManifest]) -> pa.Table:

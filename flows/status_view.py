@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from milepost.flows.run_detail import RunDetail
@@ -17,12 +17,13 @@ COLORS = {
     PAUSED: "magenta",
     "finished": "blue",
     "stopped": "yellow",
+    "cancelled": "yellow",
     "crashed": "red",
     "unreadable": "red",
 }
 BAR_WIDTH = 60
 LINE = chr(0x2501)  # a heavy horizontal line
-COLUMNS = ("run", "state", "step", "reward", "accuracy", "last commit", "a step", "eta")
+COLUMNS = ("state", "step", "reward", "accuracy", "last commit", "a step", "eta")
 
 
 def age(status: RunStatus, now: float) -> str:
@@ -31,7 +32,8 @@ def age(status: RunStatus, now: float) -> str:
 
 def status_table(statuses: Sequence[RunStatus]) -> RenderableType:
     """A line a run; what is wrong with one that cannot be read stands below."""
-    table, now = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0)), time.time()
+    run = Column("run", overflow="fold")  # a name that is cut names nothing
+    table, now = Table(run, *COLUMNS, box=None, padding=(0, 2, 0, 0)), time.time()
     for found in statuses:
         seconds = f"{figure(found.step_seconds, 1)} s" if found.step_seconds is not None else ""
         table.add_row(

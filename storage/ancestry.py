@@ -4,7 +4,6 @@ Tables are named with their digests and read in the columns that are asked for. 
 refused in the words of `verify`, which alone looks into those that are only named.
 """
 
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.begun import Origin, begun_with, origin
@@ -22,13 +20,12 @@ from milepost.storage.origin import origin_of
 from milepost.storage.parent import beside, parent_run, taken_from
 from milepost.storage.provenance import Provenance
 from milepost.storage.runs import RunFolder, RunRecord
-from milepost.storage.tables import TableRef, require
+from milepost.storage.step_tables import columns, tables_of
+from milepost.storage.taught import row_of, taught, taught_by
 from milepost.storage.weights_left import left_by
 
 STEPS_AT_ONCE = 8
 R = TypeVar("R")
-
-SCORED = ("filter", "evaluate")  # the stages whose tables have the final form of each sample
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,14 @@ class TableLink:
 
 @dataclass(frozen=True)
 class PromptLink:
-    """A prompt that was served: its content's hash, its data set and row there, and in which steps."""
+    """A prompt that was served, or learnt: its content's hash, its data set and row there, and in which steps.
+
+    The row is None where it is not known: for what was learnt before that was kept, or is purged.
+    """
 
     prompt_id: str
     dataset: str
-    row: int
+    row: int | None
     steps: list[int]
 
 
@@ -103,24 +103,6 @@ class Ancestry:
     source: "Ancestry | Origin | None" = None
 
 
-def columns(entry: dict[str, Any], names: Sequence[str]) -> pa.Table:
-    """Some columns of a stored table, when it is as it was written."""
-    with pq.ParquetFile(io.BytesIO(require(TableRef(**entry)))) as table:
-        return table.read(columns=list(names), use_threads=False)
-
-
-def tables_of(closed: StepManifest, stage: str) -> list[dict[str, Any]]:
-    """The references of every table that a stage of a finished step committed."""
-    return [
-        ref for entry in closed.commits if Slot.parse(entry["slot"]).stage == stage for ref in entry["tables"].values()
-    ]
-
-
-def sample_tables(closed: StepManifest) -> list[dict[str, Any]]:
-    """The references of the tables that hold every scored sample of a finished step once, an evaluation's included."""
-    return [ref for stage in SCORED for ref in tables_of(closed, stage)]
-
-
 def ancestry(folder: RunFolder, version: int) -> Ancestry:
     """The ancestry of the weights after `version` steps of a run; LookupError when it has not finished so many."""
     record = runs.load(folder)
@@ -140,7 +122,7 @@ def ancestry(folder: RunFolder, version: int) -> Ancestry:
         model=record.model,
         attempts=_attempts(folder, {step.attempt for step in closed}),
         steps=_of_each(closed, lambda step: step_link(folder, step)),
-        prompts=_prompts(closed),
+        prompts=_learnt(closed) if taught(record) else _prompts(closed),
         parent=_parent(folder, record),
         source=_source(folder, record, version),
     )
@@ -199,6 +181,21 @@ def _served(closed: StepManifest) -> list[dict[str, Any]]:
     return [row for ref in tables_of(closed, "sample") for row in columns(ref, names).to_pylist()]
 
 
+def _learnt(closed: Sequence[StepManifest]) -> list[PromptLink]:
+    """Every row that was learnt, in that order: rows may have one prompt and other responses."""
+    found: dict[tuple[str, int | None], PromptLink] = {}
+    for step, rows in zip(closed, _of_each(closed, _taught), strict=True):
+        for prompt_id, dataset, row in dict.fromkeys(rows):
+            found.setdefault((prompt_id, row), PromptLink(prompt_id, dataset, row, [])).steps.append(step.step)
+    return list(found.values())
+
+
+def _taught(closed: StepManifest) -> list[tuple[str, str, int | None]]:
+    names = ["prompt_id", "dataset", "metadata"]
+    rows = [row for ref in tables_of(closed, "optimize") for row in columns(ref, names).to_pylist()]
+    return [(row["prompt_id"], row["dataset"], row_of(row["metadata"])) for row in rows]
+
+
 def _attempts(folder: RunFolder, numbers: set[int]) -> list[AttemptLink]:
     """The attempts that made some of the steps; steps from before attempts were counted belong to the first."""
     wanted = {max(number, 1) for number in numbers}
@@ -222,7 +219,11 @@ def _parent(folder: RunFolder, record: RunRecord) -> Ancestry | Origin:
     if imported := origin_of(record):
         return Origin("import", imported.file, asdict(imported))
     made = begun_with(folder, record)
-    return _behind(*made) if made and made[1] else origin(record.model["folder"])
+    is_trained = made is not None and (made[1] > 0 or not files.exists(made[0].record))
+    if made and is_trained:
+        return _behind(*made)
+    tuned = taught_by(record)
+    return ancestry(*tuned) if tuned else origin(record.model["folder"])
 
 
 def _source(folder: RunFolder, record: RunRecord, version: int) -> Ancestry | Origin | None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from milepost.storage import files
-from milepost.storage.parent import beside, course_of, parent_run
+from milepost.storage import files, runs
+from milepost.storage.parent import beside, course_of, parent_run, steps_before
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.taught import SFT_RECORD
 
@@ -34,10 +34,17 @@ def exported_from(model_folder: Path) -> tuple[RunFolder, int] | None:
 
 
 def begun_with(folder: RunFolder, record: RunRecord) -> tuple[RunFolder, int] | None:
-    """The run, and its version, whose weights a run began with; None when they were no run's."""
+    """The run, and its version, whose weights a run began with; None when they were no run's.
+
+    One that goes on from the first step of another began with what that began with; of a run that is gone, that is all
+    that can be told: version 0.
+    """
     parent = parent_run(record)
-    if parent and parent.begin and course_of(record).trains:
-        return beside(folder, parent.run), parent.begin
+    if parent and steps_before(parent) and course_of(record).trains:
+        before = beside(folder, parent.run)
+        if parent.begin or not files.exists(before.record):
+            return before, parent.begin
+        return begun_with(before, runs.load(before))
     return exported_from(Path(record.model["folder"]))
 
 

@@ -164,11 +164,9 @@ def names(uri: str) -> list[str]:
     return sorted(name for name in found if not name.startswith("."))
 
 
-def remove_temporary(uri: str) -> None:
-    """Remove what killed writers left in a folder, where nobody writes now; object stores have no such files."""
-    if is_local(uri):
-        for path in Path(filesystem(uri)[1]).glob(".*.tmp"):
-            path.unlink()
+def temporary(uri: str) -> list[str]:
+    """What killed writers left in a folder, where nobody writes now; object stores have no such files."""
+    return sorted(str(path) for path in Path(filesystem(uri)[1]).glob(".*.tmp")) if is_local(uri) else []
 
 
 def remove_folder(uri: str) -> None:

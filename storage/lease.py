@@ -110,18 +110,28 @@ def check_fence(run_uri: str, fence: int) -> None:
     raise LeaseLost(f"claim {fence} on {run_uri} is lost, {taken}: end this process, nothing more of it is stored")
 
 
-def note(run_uri: str, fence: int, word: str) -> None:
+@dataclass(frozen=True)
+class Note:
+    """A word beside a claim. `flow_run` is what shows the run, and `api` the server that it is shown by, if any is."""
+
+    says: str = ""
+    flow_run: str = ""
+    api: str = ""
+
+
+def note(run_uri: str, fence: int, word: str, *, flow_run: str = "", api: str = "") -> None:
     """Leave a word beside a claim for whoever asks how the run stands: it is for people, and no reason to fail."""
     try:
-        files.publish_json(_lease_uri(run_uri, fence, "note"), {"says": word}, overwrite=True)
+        content = asdict(Note(word, flow_run, api))
+        files.publish_json(_lease_uri(run_uri, fence, "note"), content, overwrite=True)
     except OSError as error:
         _log.warning("%r is not noted beside claim %d on %s: %s", word, fence, run_uri, error)
 
 
-def noted(run_uri: str) -> str:
-    """The last word beside the newest claim, empty when there is none."""
+def noted(run_uri: str) -> Note:
+    """What was noted last beside the newest claim."""
     uri = _lease_uri(run_uri, newest_fence(run_uri), "note")
-    return str(files.read_json(uri)["says"]) if files.exists(uri) else ""
+    return Note(**files.read_json(uri)) if files.exists(uri) else Note()
 
 
 def is_released(run_uri: str, fence: int) -> bool:

@@ -1,6 +1,5 @@
 """Taking prompts out of a stored run: which tables hold them, and those tables again with tombstones in their place."""
 
-import html
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -16,13 +15,11 @@ from milepost.storage import files, purges
 from milepost.storage.purges import PurgedTable
 from milepost.storage.runs import RunFolder
 from milepost.storage.tables import DamagedTable, encode, read_bytes
-from milepost.storage.text import to_json
-from milepost.storage.tombstones import TOMBSTONE, TOMBSTONE_JSON, entombed
+from milepost.storage.tombstones import TOMBSTONE_JSON, entombed
 
 Words = tuple[str, ...]
 """What a prompt says: its text, or that of its messages."""
 
-_MODELS = ("checkpoints/", "weights/", "exports/")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{12})\.parquet$")
 
 
@@ -108,10 +105,14 @@ def replace_tables(folder: RunFolder, found: Finding) -> None:
         files.publish(uri, data, overwrite=True)
 
 
-def remove_leftovers(folder: RunFolder) -> None:
+def leftovers(folder: RunFolder) -> list[str]:
     """Temporary files of writers that were killed, which may hold what a table holds."""
-    for place in (folder.uri, *_table_folders(folder)):
-        files.remove_temporary(place)
+    return [found for place in (folder.uri, *_table_folders(folder)) for found in files.temporary(place)]
+
+
+def remove_leftovers(folder: RunFolder) -> None:
+    for found in leftovers(folder):
+        Path(found).unlink()
 
 
 def words(folder: RunFolder, found: Finding) -> list[list[str]]:
@@ -128,48 +129,3 @@ def _texts(content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [message["content"] for message in content if isinstance(message.get("content"), str)]
-
-
-def _says(text: str, words: list[list[str]]) -> bool:
-    """Whether a text has all that one of the prompts says: as it is, or as JSON or HTML write it."""
-    return any(all(any(form in text for form in _forms(part)) for part in prompt) for prompt in words)
-
-
-def _forms(text: str) -> set[str]:
-    return {text, to_json(text)[1:-1], json.dumps(text)[1:-1], html.escape(text)}
-
-
-def clean_quarantine(folder: RunFolder, words: list[list[str]]) -> None:
-    """Malformed lines that have the words of a prompt lose their text; there are as many as before."""
-    uri = files.join(folder.uri, "quarantine.jsonl")
-    if not files.exists(uri):
-        return
-    lines = [json.loads(line) for line in files.read(uri).decode().splitlines()]
-    gone = {"text": TOMBSTONE, "reason": TOMBSTONE}
-    left = [line | gone if _says(line["text"], words) else line for line in lines]
-    if left != lines:
-        files.publish(uri, "".join(json.dumps(line) + "\n" for line in left).encode(), overwrite=True)
-
-
-def clean_logs(folder: RunFolder, words: list[list[str]]) -> None:
-    """Lines of logs that have the words of a prompt lose their text."""
-    for path in _logs(folder):
-        lines = path.read_bytes().decode(errors="surrogateescape").split("\n")
-        left = [TOMBSTONE if _says(line, words) else line for line in lines]
-        if left != lines:
-            files.publish(str(path), "\n".join(left).encode(errors="surrogateescape"), overwrite=True)
-
-
-def _logs(folder: RunFolder) -> list[Path]:
-    """The logs of a run, also those that were replaced by others; they are local wherever the run is."""
-    return sorted(path for path in Path(folder.logs).glob("*") if path.is_file())
-
-
-def files_with(folder: RunFolder, words: list[list[str]]) -> list[str]:
-    """The files of a run, but for tables and what a model is saved as, that have the words of a prompt."""
-    fs, path = files.filesystem(folder.uri)
-    inside = {str(found): str(found).removeprefix(path).lstrip("/") for found in fs.find(path)}
-    looked = [found for found, name in inside.items() if not name.startswith(_MODELS) and not name.endswith(".parquet")]
-    left = [inside[found] for found in looked if _says(fs.cat_file(found).decode(errors="replace"), words)]
-    apart = [] if folder.workspace == folder.uri else _logs(folder)
-    return sorted([*left, *(str(log) for log in apart if _says(log.read_bytes().decode(errors="replace"), words))])

@@ -1,12 +1,14 @@
 """Which checkpoints stay: the newest few, every Mth, and those that a pin names. The newest complete one always does.
 
-A removal takes the manifest away first, so that a half-removed checkpoint is never trusted; a copy of it stays.
+A removal takes the manifest away first, so that a half-removed checkpoint is never trusted; a copy of it stays. Weights
+that were exported from a checkpoint go with it.
 """
 
 import re
 from collections.abc import Set
 
 from milepost.storage import checkpoints, files
+from milepost.storage.exports import remove_exports
 from milepost.storage.runs import RunFolder
 
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -64,6 +66,7 @@ def retain(folder: RunFolder, *, keep_last: int, keep_every: int = 0, also: Set[
     for number in unneeded:
         _remove(folder, number)
     _sweep(folder, newest=whole[-1])
+    remove_exports(folder)
     return unneeded
 
 

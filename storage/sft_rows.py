@@ -31,8 +31,12 @@ class SftDataSection(Section):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Messages, some of them the assistant's and the first of them not, and the tools that it may call in them."""
+    """Messages, some of them the assistant's and the first of them not, and the tools that it may call in them.
 
+    `row` is its position in the file, from 0, and `line` where it is there, from 1.
+    """
+
+    row: int
     line: int
     messages: Messages
     tools: Tools
@@ -40,8 +44,9 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Solved:
-    """A prompt and the response to it."""
+    """A prompt and the response to it; `row` and `line` as in Dialogue."""
 
+    row: int
     line: int
     prompt: str
     response: str
@@ -69,10 +74,11 @@ def _read(row: RawRow) -> Dialogue | Solved:
     # Parquet gives every row the columns of all; a null there means that the row has none.
     value = {key: found for key, found in row.value.items() if found is not None}
     if "messages" in value:
-        return Dialogue(row.line, _checked_dialogue(value["messages"]), checked_tools(value.get("tools"), "tools"))
+        tools = checked_tools(value.get("tools"), "tools")
+        return Dialogue(row.row, row.line, _checked_dialogue(value["messages"]), tools)
     if not {"prompt", "response"} <= value.keys():
         raise Unusable(f"no 'messages', and not both 'prompt' and 'response'; keys found: {sorted(value)}")
-    return Solved(row.line, _checked_text(value, "prompt"), _checked_text(value, "response"))
+    return Solved(row.row, row.line, _checked_text(value, "prompt"), _checked_text(value, "response"))
 
 
 def _checked_text(value: dict[str, Any], key: str) -> str:
@@ -89,4 +95,7 @@ def _checked_dialogue(found: Any) -> Messages:
         raise Unusable(f"'messages' has no turn of the assistant to learn, its roles are {roles}")
     if roles[0] == ASSISTANT:
         raise Unusable("'messages' begins with the assistant: put what it answers to before it")
+    for at, message in enumerate(messages):
+        if message["role"] == ASSISTANT and not any(said for name, said in message.items() if name != "role"):
+            raise Unusable(f"message {at} is the assistant's and says nothing: give it content, or leave the row out")
     return messages

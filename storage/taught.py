@@ -1,12 +1,16 @@
 """Supervised fine-tunings are runs of their own kind: each step learns one batch, and the model is there at the end."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from milepost.storage import files
 from milepost.storage.runs import RunFolder, RunRecord
+from milepost.storage.text import from_json
 
 TAUGHT = "sft"  # in the data of a run's record
+ROW = "row"
+"""In the metadata of what was learnt: its row in the file, from 0."""
 SFT_RECORD = "sft.json"
 """Written last, beside the model folder: what that comes from, for whatever begins with it."""
 
@@ -42,6 +46,22 @@ def came_of(folder: RunFolder) -> dict[str, Any] | None:
     """The record of a fine-tuning that came to its end; None before that."""
     uri = files.join(folder.uri, SFT_RECORD)
     return dict(files.read_json(uri)) if files.exists(uri) else None
+
+
+def row_of(metadata: str) -> int | None:
+    """Which row of the file something that was learnt is; None for what is purged, and from before rows were kept."""
+    found = from_json(metadata).get(ROW)
+    return found if isinstance(found, int) else None
+
+
+def taught_by(record: RunRecord) -> tuple[RunFolder, int] | None:
+    """The fine-tuning whose model a run began with, and its steps; None for a model from elsewhere."""
+    model = Path(record.model["folder"])
+    folder = RunFolder(str(model.parent), model.parent.name)
+    if model.name != "model" or not files.exists(folder.record):
+        return None
+    ended = came_of(folder)
+    return (folder, int(ended["steps"])) if ended else None
 
 
 def last_step(folder: RunFolder) -> int:

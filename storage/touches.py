@@ -10,10 +10,11 @@ from typing import Any, Literal
 import pyarrow.compute as pc
 
 from milepost.storage import checkpoints, manifest, purges, runs
-from milepost.storage.ancestry import columns, sample_tables, tables_of
 from milepost.storage.begun import begun_with
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
+from milepost.storage.step_tables import columns, sample_tables, tables_of
+from milepost.storage.taught import came_of, model_of, taught, taught_by
 
 Kind = Literal["prompt", "sample"]
 
@@ -22,8 +23,8 @@ Kind = Literal["prompt", "sample"]
 class Touch:
     """One run that had it: the steps that served it and those whose optimizer batches hold it, and what came of those.
 
-    `checkpoints` are the saved ones whose weights it is in; `inherited` says that the run began with such weights, from
-    `parent`, and then every checkpoint of it counts.
+    `checkpoints` are the saved ones whose weights it is in, of a fine-tuning its model; `inherited` says that the run
+    began with such weights, from `parent`, and then every checkpoint of it counts.
     """
 
     run: str
@@ -87,11 +88,16 @@ def _touch(folder: RunFolder, kind: Kind, name: str) -> Touch | None:
             trained.append(step)
     if not served:
         return None
-    after = [number for number in checkpoints.numbers(folder) if trained and number > trained[0]]
     days = purges.purged_prompts(folder.uri)
     purged = min((days.get(prompt, "") for prompt in samples.values()), default="")
-    saved = [folder.checkpoint(number) for number in after]
+    saved = _saved(folder, trained[0]) if trained else []
     return Touch(folder.run_id, served, trained, list(samples), saved, purged=purged)
+
+
+def _saved(folder: RunFolder, step: int = -1) -> list[str]:
+    """What is saved of a run after `step`: checkpoints, or the model that a fine-tuning leaves."""
+    saved = [folder.checkpoint(number) for number in checkpoints.numbers(folder) if number > step]
+    return [model_of(folder)] if taught(runs.load(folder)) and came_of(folder) else saved
 
 
 def _samples(ref: dict[str, Any], kind: Kind, name: str) -> list[tuple[str, str]]:
@@ -103,7 +109,8 @@ def _samples(ref: dict[str, Any], kind: Kind, name: str) -> list[tuple[str, str]
 
 def parent_of(folder: RunFolder) -> tuple[str, int] | None:
     """The run and version whose weights a run began with, if they were a run's."""
-    made = begun_with(folder, runs.load(folder))
+    record = runs.load(folder)
+    made = begun_with(folder, record) or taught_by(record)
     return (made[0].run_id, made[1]) if made else None
 
 
@@ -123,5 +130,4 @@ def _inherited(folder: RunFolder, found: dict[str, Touch]) -> Touch | None:
     before = found.get(parent)
     if before is None or not (before.inherited or any(step < version for step in before.trained)):
         return None
-    saved = [folder.checkpoint(number) for number in checkpoints.numbers(folder)]
-    return Touch(folder.run_id, [], [], [], saved, inherited=True, parent=f"{parent}@{version}")
+    return Touch(folder.run_id, [], [], [], _saved(folder), inherited=True, parent=f"{parent}@{version}")

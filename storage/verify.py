@@ -14,7 +14,7 @@ from milepost.storage.evaluated import evaluated
 from milepost.storage.micro_batches import packing_rules
 from milepost.storage.origin import origin_of
 from milepost.storage.parameters import Parameters
-from milepost.storage.parent import course_of, parent_run
+from milepost.storage.parent import course_of, parent_run, steps_before
 from milepost.storage.prompt_mixture import shares_of
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef
@@ -215,7 +215,7 @@ def _check_evals(folder: RunFolder, result: Verification) -> None:
 def _check_begin(folder: RunFolder, record: RunRecord, result: Verification) -> None:
     """The trainer state that a run has of its own when it begins in the middle of another."""
     parent = parent_run(record)
-    if parent and parent.begin and course_of(record).trains and result.steps:
+    if steps_before(parent) and course_of(record).trains and result.steps:
         result.checkpoints += 1
         uri = folder.checkpoint(0)
         result.faults += [Fault(uri, problem, RESTORE) for problem in checkpoints.faults(uri)]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from milepost.engines.protocols import TrainEngine, WeightVersion
-from milepost.storage import checkpoints, manifest, purges, retention, tables
+from milepost.storage import checkpoints, manifest, purges, retention, runs, tables
 from milepost.storage.checkpoints import CheckpointRef
 from milepost.storage.journal import Commit, Slot, StepStore
-from milepost.storage.parent import beside, parent_run
+from milepost.storage.parent import beside, parent_run, steps_before
 from milepost.storage.prompt_order import Cursor
 from milepost.storage.runs import RunFolder, RunRecord
 from milepost.storage.tables import TableRef
@@ -73,12 +73,23 @@ def require_tables(folder: RunFolder, given: Sequence[TableRef], *, trained: boo
             )
 
 
+def unsaved_steps(folder: RunFolder) -> range:
+    """The steps whose batches a resumption applies again: those since the newest checkpoint that have trained."""
+    step = standing(folder).step
+    is_trained = StepStore(folder.step(step), folder.run_id, step).stored(Slot("optimize")) is not None
+    return range(_saved(folder, step), step + is_trained)
+
+
+def _saved(folder: RunFolder, step: int) -> int:
+    """The newest checkpoint that a run which stands at `step` goes on from; 0 also where there is none."""
+    return max((number for number in checkpoints.complete(folder, hashes=False) if number <= step), default=0)
+
+
 def needed_tables(folder: RunFolder, *, trained: bool = True) -> list[TableRef]:
     """What a resumption reads: the batches since the newest checkpoint, and what the unfinished step has committed."""
     stands = standing(folder)
-    saved = [number for number in checkpoints.complete(folder, hashes=False) if number <= stands.step]
     stores = [StepStore(folder.step(step), folder.run_id, step) for step in range(stands.step + 1)]
-    commits = [optimized(store) for store in stores[max(saved, default=0) : stands.step]] if trained else []
+    commits = [optimized(store) for store in stores[_saved(folder, stands.step) : stands.step]] if trained else []
     return [ref for commit in [*commits, *stores[-1].commits()] for ref in commit.tables.values()]
 
 
@@ -89,19 +100,27 @@ def replay_step(store: StepStore, trainer: TrainEngine) -> int:
 
 
 def restore_before(folder: RunFolder, step: int, trainer: TrainEngine) -> tuple[CheckpointRef | None, int]:
-    """Bring a fresh trainer to where it was before `step`; from which checkpoint, and by how many stored batches."""
+    """Bring a fresh trainer to where it was before `step`; from which checkpoint, and by how many stored batches.
+
+    DamagedCheckpoint where a run that began in the middle of another has none: batches alone would begin too early.
+    """
     ref = checkpoints.latest(folder, at_most=step)
     if ref is not None:
         trainer.restore(ref)
+    elif steps_before(parent_run(runs.load(folder))):
+        raise checkpoints.damaged(folder.checkpoint(0), [f"run {folder.run_id!r} began with it and it is not whole"])
     steps = range(ref.version.step if ref else 0, step)
     replayed = sum(replay_step(StepStore(folder.step(earlier), folder.run_id, earlier), trainer) for earlier in steps)
     return ref, replayed
 
 
 def begin_as_parent(folder: RunFolder, record: RunRecord, trainer: TrainEngine) -> None:
-    """Where a run begins in the middle of another: what the trainer was then becomes its own checkpoint 0, for good."""
+    """Where a run begins in the middle of another: what the trainer was then becomes its own checkpoint 0, for good.
+
+    The middle may be the first step of a run that itself began so.
+    """
     parent = parent_run(record)
-    if parent is None or not parent.begin or 0 in checkpoints.complete(folder, hashes=False):
+    if parent is None or not steps_before(parent) or 0 in checkpoints.complete(folder, hashes=False):
         return
     restore_before(beside(folder, parent.run), parent.begin, trainer)
     trainer.weights(folder.weights(0), 0)  # which names them

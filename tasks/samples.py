@@ -1,5 +1,6 @@
 """A sample as a rollout function returns it, and as a row of the rollouts table."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,9 @@ class Sample:
                 f"a sample has {len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities and "
                 f"{len(self.loss_mask)} mask entries: they must be equally many"
             )
+        if not all(map(math.isfinite, self.logprobs)):
+            wrong = next(value for value in self.logprobs if not math.isfinite(value))
+            raise ValueError(f"a sample has a log-probability of {wrong}: give those that its tokens were drawn with")
 
 
 REFILLED, LOST_TOKENS = "refills", "lost_tokens"

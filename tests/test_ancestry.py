@@ -23,8 +23,8 @@ STEPS = 3
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> MadeRun:
-    return make_run(str(tmp_path), STEPS)
+def made(three_steps: MadeRun, tmp_path: Path) -> MadeRun:
+    return three_steps.copied(tmp_path)
 
 
 def child_of(made: MadeRun, name: str, version: int) -> RunFolder:

@@ -8,6 +8,7 @@ import pytest
 
 from milepost.engines.fake_rank import FakeRank
 from milepost.engines.protocols import UpdateParams
+from milepost.flows.best import saved_step
 from milepost.storage import checkpoints, files, retention
 from milepost.storage.checkpoints import CheckpointRef, DamagedCheckpoint
 from milepost.storage.runs import RunFolder
@@ -162,6 +163,16 @@ def test_retention_keeps_the_newest_every_mth_and_the_pinned(folder: RunFolder) 
     assert checkpoints.complete(folder) == [2, 3, 4, 6, 7, 8]
     assert retention.removed(folder) == {1, 5}
     assert retention.retain(folder, keep_last=1) == [3, 4, 6, 7]
+
+
+def test_whoever_asks_for_a_checkpoint_that_retention_removed_is_told_so(folder: RunFolder) -> None:
+    publish(folder, 1, 2, 3)
+    retention.retain(folder, keep_last=1)
+    gone = r"no checkpoint of step 2 any more, newer ones took its place \(checkpoint.keep_last, .*\): there are 0, 3"
+    with pytest.raises(LookupError, match=gone):
+        saved_step(folder, "2", [3])
+    with pytest.raises(LookupError, match="no checkpoint of step 4: there are 0, 3"):
+        saved_step(folder, "4", [3])
 
 
 def test_retention_counts_only_what_is_complete(folder: RunFolder) -> None:

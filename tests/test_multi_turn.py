@@ -13,6 +13,7 @@ from milepost.engines.local_graders import LocalGraders
 from milepost.engines.tokenizer import Tokenizer
 from milepost.router.client import GenerationStopped
 from milepost.storage.parameters import RolloutSection
+from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.conversation import retokenized, turn_seed
 from milepost.tasks.rollouts import RolloutParams, get_rollout
 from milepost.tasks.samples import Prompt, Sample
@@ -214,3 +215,9 @@ def test_tools_that_nobody_could_call_are_refused_before_the_run(section: dict[s
 
 def test_a_conversation_is_json(talk: Talk) -> None:
     assert json.loads(json.dumps(talk("3").metadata))["conversation"] == [{"role": "assistant", "content": "3"}]
+
+
+def test_a_sample_has_no_log_probability_that_is_not_finite() -> None:
+    version = WeightVersion(0, "ab")
+    with pytest.raises(ValueError, match="a sample has a log-probability of nan: give those that"):
+        Sample("1", [4, 5], [-0.5, float("nan")], [1, 1], "stop", version, version)

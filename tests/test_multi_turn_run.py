@@ -109,10 +109,12 @@ def test_a_run_of_conversations_verifies_and_replays(folder: RunFolder) -> None:
 
 def test_a_sample_is_shown_turn_by_turn(folder: RunFolder) -> None:
     name = samples(folder, "filter")[0]["sample_id"]
-    shown = turns(find_sample(str(Path(folder.uri).parent), "talks", name))
+    found = find_sample(str(Path(folder.uri).parent), "talks", name)
+    shown = turns(found)
     speakers = ["prompt", "assistant", "tool add", "tool later", "assistant", "tool subtract", "assistant"]
     assert [speaker for speaker, _ in shown] == speakers
     assert [text for _, text in shown[2:4]] == ["3", "so"] and shown[-1][1] == "3"
+    assert '"name": "add"' in found["template_text"], "the prompt told the model of its tools"
 
 
 def test_an_export_has_the_turns_as_messages(folder: RunFolder) -> None:

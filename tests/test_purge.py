@@ -105,6 +105,19 @@ def test_the_text_is_gone_from_every_file_of_the_run(run: RunFolder, root: Path)
 
 
 @slow
+def test_a_dry_run_says_all_that_the_purge_then_does(run: RunFolder, root: Path) -> None:
+    folder = Path(run.uri)
+    (folder / ".half.tmp").write_text(TEXTS[GONE])
+    (folder / "notes.txt").write_text(f"mine: {TEXTS[GONE]}")
+    (folder / "logs" / "rollout-0.log.1").write_text(f"asked\n{TEXTS[GONE]}\n")
+    would = purge_run(str(root), run, [gone_id(run)], dry_run=True)
+    assert {"logs/rollout-0.log.1", "quarantine.jsonl", "report.html"} <= {*would.cleaned} and would.left == [
+        "notes.txt"
+    ]
+    assert purge_run(str(root), run, [gone_id(run)]) == would
+
+
+@slow
 def test_the_run_explains_what_was_purged_and_when(run: RunFolder, root: Path) -> None:
     chain = [manifest.manifest_digest(run, step) for step in range(3)]
     counts = [manifest.load(run, step).accounting for step in range(3)]

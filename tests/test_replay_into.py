@@ -15,6 +15,7 @@ from milepost.flows.sql import as_rows, query
 from milepost.flows.train import resume
 from milepost.storage import manifest, runs
 from milepost.storage.ancestry import Ancestry
+from milepost.storage.checkpoints import DamagedCheckpoint
 from milepost.storage.runs import RunExists, RunFolder
 from milepost.storage.verify import verify
 
@@ -90,6 +91,29 @@ def test_a_kept_replay_descends_from_the_weights_that_it_began_with(
     assert isinstance(found, Ancestry) and isinstance(found.parent, Ancestry) and isinstance(found.source, Ancestry)
     assert (found.parent.run, len(found.parent.steps)) == ("stored", 1)
     assert [step.taken["step"] for step in found.steps] == [1, 2] and len(found.source.steps) == 3
+
+
+def test_a_kept_replay_of_a_run_that_began_in_the_middle_begins_with_what_that_began_with(
+    root: Path, middle: tuple[dict[str, Any], RunFolder]
+) -> None:
+    found = asyncio.run(replay(run="middle", root=str(root), into="again", steps="0:1"))
+    folder = runs.run_folder(str(root), "again")
+    assert (found["verdict"], verify(folder).faults) == ("identical", [])
+    begun = answer("checkpoint:again@1", str(root))
+    assert isinstance(begun, Ancestry) and isinstance(begun.parent, Ancestry)
+    assert (begun.parent.run, len(begun.parent.steps)) == ("stored", 1)
+
+
+def test_a_run_whose_beginning_is_gone_is_not_replayed_from_another(
+    middle: tuple[dict[str, Any], RunFolder], tmp_path: Path
+) -> None:
+    shutil.copytree(middle[1].uri, tmp_path / "middle")
+    shutil.rmtree(tmp_path / "middle" / "checkpoints" / "000000")
+    with pytest.raises(ValueError, match="000000, which run 'middle' began with, is not whole: restore it"):
+        asyncio.run(replay(run="middle", root=str(tmp_path), into="again", steps="0:1"))
+    with pytest.raises(DamagedCheckpoint, match="000000' cannot be used: run 'middle' began with it"):
+        asyncio.run(replay(run="middle", root=str(tmp_path), steps="0:1"))
+    assert not (tmp_path / "again" / "run.json").exists()
 
 
 def test_a_reward_that_answers_otherwise_makes_the_kept_run_different(root: Path) -> None:

@@ -4,18 +4,24 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from milepost.engines.protocols import TrainEngine, UpdateParams
 from milepost.flows import cli
+from milepost.flows.boundary import require_checkpoint
 from milepost.flows.report import write_report
 from milepost.flows.sql import as_rows, query
 from milepost.flows.start import require_resumable
 from milepost.flows.train import resume, train
 from milepost.storage import attempts, files, manifest, runs
+from milepost.storage.journal import StepStore
+from milepost.storage.tables import TableRef
 from milepost.storage.verify import verify
+from milepost.tasks.recover import replay_step
 
-from .bench.made_run import MadeRun, make_run
+from .bench.made_run import MadeRun
 from .conftest import Prompts
 from .test_train_fake import parameters, sections, trained
 
@@ -24,9 +30,9 @@ Outcome = tuple[int, str]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> MadeRun:
+def made(three_steps: MadeRun, tmp_path: Path) -> MadeRun:
     """Three finished steps of a hundred, each with a checkpoint."""
-    return make_run(str(tmp_path), STEPS)
+    return three_steps.copied(tmp_path)
 
 
 @pytest.fixture
@@ -187,6 +193,28 @@ def test_a_finished_run_says_so_and_nothing_is_read_or_recorded(ask: Ask, made: 
     assert attempts.attempts(made.folder) == []
 
 
+def test_what_the_trainer_computes_with_changes_only_where_a_checkpoint_stands(made: MadeRun) -> None:
+    perf = made.parameters.perf.model_copy(update={"packing": False})
+    changed = made.parameters.model_copy(update={"perf": perf})
+    require_checkpoint(made.folder, attempts.current(made.folder), changed)
+    unfinished(made)
+    with pytest.raises(ValueError, match="perf.packing cannot change yet: .* since step 1 has .* made --steps 3`"):
+        require_checkpoint(made.folder, attempts.current(made.folder), changed)
+    optimizer = made.parameters.optimizer.model_copy(update={"lr": 1.0})
+    faster = made.parameters.model_copy(update={"optimizer": optimizer})
+    require_checkpoint(made.folder, attempts.current(made.folder), faster)
+
+
+class Told:
+    """A trainer that only remembers at which rate it was to learn."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def step(self, batch: TableRef, update: UpdateParams, key: str) -> None:
+        self.rates.append(update.optimizer["lr"])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server", "ray_cluster")
 def test_each_step_names_the_attempt_that_made_it_and_the_report_shows_what_changed(
@@ -198,6 +226,10 @@ def test_each_step_names_the_attempt_that_made_it_and_the_report_shows_what_chan
     asyncio.run(train(run="again", root=str(tmp_path), steps=3, allow_change=("optimizer.lr",), **changed))
     steps = [manifest.load(folder, step) for step in range(3)]
     assert [step.attempt for step in steps] == [1, 1, 2]
+    told = Told()
+    for step in range(3):
+        replay_step(StepStore(folder.step(step), "again", step), cast(TrainEngine, told))
+    assert told.rates[::2] == [1e-3, 1e-3, 2e-3], "each batch is applied again at the rate it was applied at"
     assert steps[1].parameters_digest == runs.load(folder).parameters_digest != steps[2].parameters_digest
     assert verify(folder).faults == []
     page = files.read(write_report(folder)).decode()

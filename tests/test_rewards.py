@@ -9,6 +9,7 @@ import pytest
 
 from milepost.tasks.reward_choice import single
 from milepost.tasks.rewards import check_reward, grade, grader_id
+from milepost.tasks.score import why_none
 from milepost.tasks.scoring import score
 from milepost.tasks.verdict import Verdict
 
@@ -139,3 +140,9 @@ def test_a_plan_refuses_what_no_sample_could_use() -> None:
         check_reward("length_penalty", {"max_tokens": 8})
     with pytest.raises(ValueError, match="not a sample and"):
         check_reward("platform:node", {})
+
+
+def test_that_nothing_could_be_scored_is_told_from_samples_that_could_not_be() -> None:
+    bad, good = Verdict(None, reason="error: text", grader="own"), Verdict(0.0, grader="own")
+    assert why_none([Verdict(None, reason="invalid"), bad, bad]) == "error: text"
+    assert why_none([bad, good]) == why_none([Verdict(None, reason="invalid")]) == why_none([]) == ""

@@ -1,25 +1,39 @@
 """How runs stand, read from folders: states by the lease, tables and details, and what is said of bad ones."""
 
+import contextlib
 import json
 import logging
+import os
 import time
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.states import Cancelling, Crashed, Suspended
+from rich.console import Console
 
 from milepost.flows.claim import queued
+from milepost.flows.failure import RunFailed
 from milepost.flows.log_view import chosen
+from milepost.flows.progress import say
 from milepost.flows.run_detail import run_detail, stage_progress
 from milepost.flows.run_logs import logged
 from milepost.flows.run_status import PAUSED, RunStatus, all_statuses, finished_count, run_status
 from milepost.flows.status_view import detail_view, status_table
 from milepost.storage import attempts, files, lease
 from milepost.storage.journal import Slot, StepStore
-from milepost.storage.lease import hold
+from milepost.storage.lease import Lease, hold
 from milepost.storage.process_logs import log_handler
 
 from .bench.made_run import MadeRun, add_step, begin_run
 from .test_cli import milepost, refused
+
+
+@flow
+def work() -> None:
+    """Whatever a page shows."""
 
 
 @pytest.fixture
@@ -32,6 +46,13 @@ def made(tmp_path: Path) -> MadeRun:
 
 def planned(made: MadeRun, steps: int) -> None:
     attempts.begin(made.folder, made.parameters, steps=steps)
+
+
+def silent(made: MadeRun, held: Lease) -> None:
+    """As if the owner of the run had ended without a word."""
+    held._stopped.set()
+    beat = files.join(made.folder.uri, "lease", f"{held.fence:06d}.beat")
+    files.publish_json(beat, {"time": time.time() - 2 * lease.EXPIRY_SECONDS}, overwrite=True)
 
 
 def test_a_run_that_nobody_works_on_is_stopped_or_finished(made: MadeRun) -> None:
@@ -62,11 +83,39 @@ def test_a_run_that_waits_for_its_turn_is_queued_and_one_that_was_paused_on_its_
         assert run_status(made.folder).state == "running"
 
 
+def test_a_run_whose_process_was_killed_when_it_had_been_paused_is_paused(made: MadeRun) -> None:
+    with hold(made.folder) as held:
+        silent(made, held)
+        assert run_status(made.folder).state == "crashed"
+        lease.note(made.folder.uri, held.fence, PAUSED)
+        assert run_status(made.folder).state == "paused"
+
+
+@pytest.mark.slow
+def test_what_became_of_a_paused_run_on_its_page_is_its_state(
+    made: MadeRun, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    with get_client(sync_client=True) as client, hold(made.folder) as held:
+        shown = [client.create_flow_run(work, state=Suspended()).id for _ in range(3)]
+
+        def state(shown_as: UUID, api: str = prefect_server) -> str:
+            lease.note(made.folder.uri, held.fence, PAUSED, flow_run=str(shown_as), api=api)
+            silent(made, held)
+            return run_status(made.folder).state
+
+        assert {state(shown_as) for shown_as in shown} == {"paused"}
+        client.set_flow_run_state(shown[0], Cancelling())
+        client.set_flow_run_state(shown[1], Crashed(), force=True)
+        client.delete_flow_run(shown[2])
+        assert [state(shown_as) for shown_as in shown] == ["cancelled", "crashed", "stopped"]
+        assert {state(shown_as, "http://127.0.0.1:9/api") for shown_as in shown} == {"paused"}
+        assert status_table(all_statuses(str(Path(made.folder.uri).parent)))
+
+
 def test_a_run_whose_owner_is_silent_has_crashed(made: MadeRun) -> None:
     with hold(made.folder) as held:
-        held._stopped.set()
-        beat = files.join(made.folder.uri, "lease", f"{held.fence:06d}.beat")
-        files.publish_json(beat, {"time": time.time() - 2 * lease.EXPIRY_SECONDS}, overwrite=True)
+        silent(made, held)
         assert run_status(made.folder).state == "crashed"
 
 
@@ -149,6 +198,24 @@ def test_an_empty_root_is_no_mistake(tmp_path: Path) -> None:
     done = milepost("status", "--root", str(tmp_path))
     assert done.returncode == 0 and "`milepost train` starts one" in done.stdout.replace("\n", " ")
     assert json.loads(milepost("status", "--root", str(tmp_path), "--json").stdout) == {"runs": []}
+
+
+def test_a_process_whose_worker_was_killed_says_so_when_it_ends() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError), open(write, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        with pytest.raises(RunFailed, match="whoever started this process is gone"):
+            say("step 1")
+
+
+def test_names_are_whole_in_a_narrow_terminal() -> None:
+    names = [f"second-at-{step:06d}-e1fc3518" for step in (16, 17)]
+    table = status_table([RunStatus(name, "running", 1, 1, 0.5, 0.5, time.time() - 999, 60.0) for name in names])
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(table)
+    first = "".join(line.split("  ")[0].strip() for line in shown.get().splitlines())
+    assert all(name in first for name in names)
 
 
 def test_an_eta_is_only_for_a_run_that_goes_on() -> None:

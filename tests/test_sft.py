@@ -81,6 +81,19 @@ def test_a_template_that_renders_an_answer_otherwise_than_it_asks_for_it_is_refu
         talker(FORGETFUL).dialogues(TALK)
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_template_that_cannot_join_the_parts_of_a_content_is_refused(talker: Talker, template: str) -> None:
+    parts = [{"type": "text", "text": "2"}]
+    with pytest.raises(ValueError, match="cannot join the parts of message 1: give its content as text"):
+        talker(template).dialogues([TALK[0], {"role": "assistant", "content": parts}])
+
+
+def test_a_template_that_joins_the_parts_of_a_content_may(talker: Talker) -> None:
+    parts = [{"type": "text", "text": "2"}, {"type": "text", "text": "4"}]
+    joined = "{% for m in messages %}{% for part in m.content %}{{ part.text or part }}{% endfor %}<eos>{% endfor %}"
+    assert trained_text(talker(joined), [TALK[0], {"role": "assistant", "content": parts}]) == ["24<eos>"]
+
+
 def test_without_a_template_messages_are_refused_and_prompts_with_responses_are_not(model_dir: str) -> None:
     with pytest.raises(ValueError, match="no chat template"):
         load_tokenizer(model_dir).dialogues(TALK)
@@ -109,6 +122,10 @@ def test_a_token_that_is_only_partly_the_assistants_is_not_trained() -> None:
     [
         ({"messages": TALK[:1]}, "no turn of the assistant to learn"),
         ({"messages": TALK[1:]}, "begins with the assistant"),
+        (
+            {"messages": [TALK[0], {"role": "assistant", "content": ""}]},
+            "message 1 is the assistant's and says nothing",
+        ),
         ({"messages": [{"role": "user"}]}, "expected a message with 'role' and 'content'"),
         ({"messages": None, "prompt": "1"}, r"not both 'prompt' and 'response'; keys found: \['prompt'\]"),
         ({"prompt": "1", "response": 2}, "'response' is 2, expected text"),

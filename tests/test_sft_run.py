@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from milepost.flows.log_view import chosen
 from milepost.flows.report import write_report
 from milepost.flows.run_detail import run_detail
 from milepost.flows.run_status import run_status
+from milepost.flows.sample_view import find_sample, show_sample
 from milepost.flows.sft import sft
+from milepost.flows.sql import as_rows, query
 from milepost.flows.start import require_resumable
 from milepost.flows.step_range import require_steps
 from milepost.storage import files, manifest, runs, taught
@@ -22,6 +25,8 @@ from milepost.storage.parameters import EnginesSection, ModelSection, TrackingSe
 from milepost.storage.runs import RunFolder
 from milepost.storage.sft_rows import SftDataSection
 from milepost.storage.verify import verify
+
+from .bench.made_run import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "ray_cluster")]
 
@@ -65,6 +70,37 @@ def test_its_lineage_ends_in_its_model_which_can_be_evaluated(folder: RunFolder)
     assert found.uri == find_weights("taught@latest", root).model_dir == find_weights("taught@3", root).model_dir
     with pytest.raises(LookupError, match="keeps the model of its last step: give taught@3"):
         find_weights("taught@2", root)
+
+
+def test_what_it_learnt_is_found_by_row_and_by_prompt(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    root = folder.uri.rpartition("/")[0]
+    asked = "select file, row, prompt, response, prompt_id, sample_id, step from learnt where row = 7"
+    ((file, row, prompt, response, prompt_id, sample_id, step),) = as_rows(query([folder], asked))[1]
+    assert (file, row, prompt, response) == (f"{root}/rows.jsonl", 7, '"7+1="', "8")
+    (touch,) = answer(f"prompt:{prompt_id}", root).runs
+    assert (touch.served, touch.trained, touch.samples) == ([step], [step], [sample_id])
+    assert touch.checkpoints == [f"{folder.uri}/model"]
+    shown = find_sample(root, "taught", sample_id)
+    assert shown["learnt_from"] == f"row 7 of {file}" and shown["rollout_logprobs"] is None
+    show_sample(shown)
+    told = capsys.readouterr().out
+    assert "row 7 of" in told and "verdict" not in told
+
+
+def test_its_model_is_traced_to_every_row_and_so_is_a_run_that_began_with_it(folder: RunFolder) -> None:
+    root = folder.uri.rpartition("/")[0]
+    found = answer("checkpoint:taught@latest", root)
+    assert sorted(item.row for item in found.prompts) == list(range(10))
+    assert [len(answer(f"checkpoint:taught@{step}", root).prompts) for step in (1, 2, 3)] == [4, 8, 10]
+    child = make_run(f"{root}/elsewhere", 1).folder
+    shutil.move(child.uri, f"{root}/made")
+    record = json.loads(Path(root, "made", "run.json").read_text())
+    record["model"]["folder"] = f"{folder.uri}/model"
+    Path(root, "made", "run.json").write_text(json.dumps(record))
+    behind = answer("checkpoint:made@1", root).parent
+    assert (behind.run, behind.prompts) == ("taught", found.prompts)
+    touched = {touch.run: touch for touch in answer(f"prompt:{found.prompts[0].prompt_id}", root).runs}
+    assert touched["made"].parent == "taught@3" and touched["made"].checkpoints == [f"{root}/made/checkpoints/000001"]
 
 
 def test_its_name_is_taken_and_it_is_no_run_with_samples(folder: RunFolder, model_dir: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from milepost.flows.sample_view import find_sample, show_sample
+from milepost.flows.sample_view import find_sample, says_more, show_sample
 from milepost.flows.sql import as_rows, chosen_runs, query, write
 from milepost.storage import manifest
 from milepost.storage.journal import Slot
@@ -107,6 +107,14 @@ def test_a_sample_is_found_with_all_that_is_known_of_it(made: MadeRun, capsys: p
     show_sample(found)
     told = capsys.readouterr().out
     assert trained["sample_id"] in told and "verdict score" in told and "trained on" in told
+
+
+@pytest.mark.parametrize(
+    ("rendered", "more"),
+    [("1+1", False), ("user\n1+1\nassistant\n", False), ("system\nYou have tools.\nuser\n1+1\nassistant\n", True)],
+)
+def test_what_a_chat_template_adds_to_the_messages_is_told_from_its_marks(rendered: str, more: bool) -> None:
+    assert says_more(rendered, [{"role": "user", "content": " 1+1"}]) is more
 
 
 def test_an_unknown_sample_is_told_with_the_nearest(made: MadeRun) -> None:

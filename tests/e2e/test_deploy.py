@@ -134,6 +134,17 @@ def test_a_paused_run_gives_its_engines_back_and_resumes_where_it_stopped(site: 
 
 
 @pytest.mark.long
+def test_a_suspended_run_that_is_cancelled_on_its_page_is_cancelled_in_the_terminal_too(site: Site) -> None:
+    flow_run = site.start("train/tiny", steps=100000)
+    folder = site.trained(flow_run, 1)
+    site.suspend(flow_run)
+    assert within(30, lambda: run_status(folder).state == "paused")
+    site.client.set_flow_run_state(flow_run, Cancelling())
+    site.until(flow_run, "Cancelled", seconds=30)
+    assert run_status(folder).state == "cancelled"
+
+
+@pytest.mark.long
 def test_a_run_that_is_resumed_in_the_middle_of_a_stage_waits_for_the_process_that_was_suspended(site: Site) -> None:
     flow_run = site.start("train/tiny", steps=1, rollout=TINY["rollout"] | {"function": "slow:turn"})
     site.until(flow_run, "Running")

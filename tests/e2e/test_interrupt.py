@@ -43,7 +43,7 @@ def as_from_a_terminal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(("number", "to_group", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 0)])
+@pytest.mark.parametrize(("number", "to_group", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
 def test_an_interrupted_run_leaves_nothing_running(
     request: pytest.FixtureRequest,
     tmp_path: Path,

@@ -185,7 +185,7 @@ def test_a_run_that_is_told_to_end_while_prefect_is_gone_ends_in_order(server: S
     assert command.has_done(command.steps() + 3), command.log.read_text()
     command.process.terminate()
     code, said = command.end()
-    assert code == 0 and "resume with: milepost resume gone" in said and "Traceback" not in said
+    assert code == 143 and "resume with: milepost resume gone" in said and "Traceback" not in said
 
 
 @pytest.mark.long
