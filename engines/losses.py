@@ -5,6 +5,7 @@ What holds for all of them, and how token losses become one number, is in engine
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from milepost.engines.loss_inputs import (
     count,
     row_tokens,
 )
-from milepost.engines.loss_params import LossParams, check_loss, load_loss, loss_params
+from milepost.engines.loss_params import LOSSES, LossParams, check_loss, load_loss, loss_params
 
 __all__ = ["Denominators", "Loss", "LossInputs", "LossOutputs", "check_loss", "count", "get_loss", "kl", "policy_loss"]
 
@@ -203,9 +204,22 @@ def sft(inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
 
 
 def get_loss(name: str) -> Loss:
-    """The loss called `name`: a callable `(LossInputs, params) -> LossOutputs`."""
+    """The loss called `name`: a callable `(LossInputs, params) -> LossOutputs`.
+
+    One that is not built in may raise anything and return anything: it is named then, in a RuntimeError.
+    """
     loss: Loss = load_loss(name)
-    return loss
+    return loss if name in LOSSES else partial(_of_others, name, loss)
+
+
+def _of_others(name: str, loss: Loss, inputs: LossInputs, params: Mapping[str, Any]) -> LossOutputs:
+    try:
+        outputs = loss(inputs, params)
+    except Exception as error:
+        raise RuntimeError(f"algorithm.loss {name!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(outputs, LossOutputs):
+        raise RuntimeError(f"algorithm.loss {name!r} returned {outputs!r}, expected LossOutputs of engines/losses.py")
+    return outputs
 
 
 def policy_loss(

@@ -3,7 +3,6 @@
 What is missing is worked out from what is stored, so it does not matter when it runs, how often, or what was missed.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from pydantic import PositiveInt
 from milepost.flows.evaluate import evaluate
 from milepost.flows.evaluation_request import evaluation_name
 from milepost.flows.failure import first_cause, sentence
+from milepost.flows.own_thread import in_own_thread
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
 from milepost.flows.results import evaluations
@@ -105,7 +105,7 @@ async def evaluate_new(
     root, sets = absolute_root(root), [named(item) for item in evals]
     check_sets(sets)
     settings = [config, *overrides] if config or overrides else []
-    missing = await asyncio.to_thread(all_missing, root, runs, sets, settings)
+    missing = await in_own_thread(all_missing, root, runs, sets, settings)
     chosen, count = newest_first(missing, limit), sum(map(len, missing.values()))
     say(f"{count} checkpoints are not evaluated, {len(chosen)} of them are now")
     failed = []

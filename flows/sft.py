@@ -14,6 +14,7 @@ from milepost.flows import crashed
 from milepost.flows.claim import claimed, queued
 from milepost.flows.fine_tune import fine_tune
 from milepost.flows.outcome import recorded
+from milepost.flows.own_thread import in_own_thread
 from milepost.flows.progress import progress_bar, say
 from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.recipe import absolute_root
@@ -66,7 +67,7 @@ async def sft(
     """
     root = absolute_root(root)
     folder = runs.run_folder(root, run or made_name())
-    wanted = await asyncio.to_thread(
+    wanted = await in_own_thread(
         plan_sft,
         folder,
         data=data,

@@ -1,6 +1,5 @@
 """What a person starts: `train` a run, and `resume` one that was stopped, killed or asked to go further."""
 
-import asyncio
 from collections.abc import Sequence
 
 from prefect import flow
@@ -11,6 +10,7 @@ from milepost.flows.claim import claimed, queued
 from milepost.flows.engine_slots import engine_slots
 from milepost.flows.loop import run_training
 from milepost.flows.outcome import recorded
+from milepost.flows.own_thread import in_own_thread
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
 from milepost.flows.run_name import made_name, shown_name
@@ -55,12 +55,10 @@ async def work_on(
     """Begin the run, from a `parent` if there is one, or go on with it, while this process alone holds it."""
     async with claimed(folder, root) as fence:
         if files.exists(folder.record):
-            launched = await asyncio.to_thread(
-                reopen_run, root, folder, steps, parameters, allowed=allowed, fence=fence
-            )
+            launched = await in_own_thread(reopen_run, root, folder, steps, parameters, allowed=allowed, fence=fence)
         else:
             assert steps is not None and parameters is not None
-            launched = await asyncio.to_thread(begin_run, root, folder, steps, parameters, fence=fence, parent=parent)
+            launched = await in_own_thread(begin_run, root, folder, steps, parameters, fence=fence, parent=parent)
         if launched.is_finished:
             say(ended(launched))
         else:

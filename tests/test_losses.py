@@ -221,3 +221,20 @@ def test_supervised_learning_says_nothing_of_an_old_policy() -> None:
     zeros, mask = torch.zeros(1, 2), torch.ones(1, 2)
     outputs = policy_loss("sft", logprobs=logprobs, old_logprobs=zeros, advantages=zeros, loss_mask=mask)
     assert {name: float(value) for name, value in outputs.metrics.items()} == {"pg_loss": 1.5, "nll": 1.5}
+
+
+def raises(inputs: object, params: object) -> None:
+    raise KeyError("no such thing")
+
+
+def returns_a_number(inputs: object, params: object) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [("raises", "raised KeyError: 'no such thing'"), ("returns_a_number", "returned 1.0, expected LossOutputs")],
+)
+def test_a_loss_of_somebody_else_is_named_with_what_is_wrong_with_it(loss: str, problem: str) -> None:
+    with pytest.raises(RuntimeError, match=f"algorithm.loss 'tests.test_losses:{loss}' {problem}"):
+        one_token(1.0, 1.0, f"tests.test_losses:{loss}")
