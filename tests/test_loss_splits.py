@@ -106,4 +106,5 @@ def test_micro_batches_add_up_to_the_batch(name: str, aggregation: str, data: st
     for key, value in wanted.metrics.items():
         assert float(sum(part.metrics[key] for part in found)) == pytest.approx(float(value), **near)
     assert logits.grad is not None and batch.logits.grad is not None
-    assert (logits.grad - batch.logits.grad).norm() <= 1e-5 * batch.logits.grad.norm()
+    # Terms that cancel leave the noise of float32 that each of them had.
+    assert (logits.grad - batch.logits.grad).norm() <= max(1e-5 * batch.logits.grad.norm(), 1e-6)
