@@ -30,7 +30,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed check types sglang
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -rs -m "slow and not long and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -rs -m "slow and not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every command of the pages typed, the pages of a run opened in a browser, and all that a worker and its pages do.
 test-long: $(VENV)/.installed

@@ -39,6 +39,7 @@ def test_a_stage_that_hangs_fails_at_its_deadline(tmp_path: Path, model_dir: str
     stuck("stuck", tmp_path, parameters(model_dir, prompts(), hanging, *SOON), "generate")
 
 
+@pytest.mark.long
 def test_the_stacks_show_where_a_rank_hangs(tmp_path: Path, model_dir: str, prompts: Prompts) -> None:
     real = ["engines.train=megatron", "algorithm.loss=tests.stuck_for_tests:loss", "perf.train_threads=1"]
     apart = "check.enabled=false"  # a fake engine does not sample from Megatron's model

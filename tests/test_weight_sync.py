@@ -66,6 +66,6 @@ async def push_past_a_dead_engine(launched: Launched, engines: Fleet, step: int,
     assert source is not None and source.version.step == 1
 
 
-@pytest.mark.parametrize("launched", LIVE, indirect=True)
+@pytest.mark.parametrize("launched", [pytest.param("tensor", marks=pytest.mark.long), "distributed"], indirect=True)
 def test_an_engine_that_is_started_again_catches_up_with_weights_that_were_sent_live(launched: Launched) -> None:
     work_supervised(launched, push_past_a_dead_engine)

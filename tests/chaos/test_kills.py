@@ -11,7 +11,7 @@ from tests.chaos.harness import Case, compare, faults, finish, kill_flow_after, 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 
 FAKE = ["engines.train=fake", "engines.rollout=fake", "checkpoint.every_steps=2"]
-BOUNDARIES = ["0/generate-r0-s001", "1/score-r0-s000", "2/optimize-r0"]  # all of them in `make chaos`
+BOUNDARIES = ["0/generate-r0-s001", "2/optimize-r0"]  # all of them in `make chaos`
 # When each process of a run is killed that is not the flow's: before it generates, grades, trains and routes.
 MOMENTS = {"engine": "1/sample-r0", "grader": "2/generate-r0-s000", "rank": "3/filter-r0-s001", "router": "5/sample-r0"}
 STEPS = 6
@@ -37,7 +37,11 @@ def fake(tmp_path_factory: pytest.TempPathFactory, model_dir: str, prefect_serve
 
 
 @pytest.mark.parametrize(
-    ("more", "boundaries", "steps"), [([], BOUNDARIES, STEPS), (OVER, ["1/generate-r0-s001"], 4)], ids=["all", "over"]
+    ("more", "boundaries", "steps"),
+    [
+        pytest.param([], BOUNDARIES, STEPS, id="all"),
+        pytest.param(OVER, ["1/generate-r0-s001"], 4, id="over", marks=pytest.mark.long),
+    ],
 )
 def test_the_flow_may_be_killed_between_its_stages(
     tmp_path: Path, fake: Case, more: list[str], boundaries: list[str], steps: int

@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import State
 
 from milepost.flows import services
+from milepost.flows.failure import TERMINATED
 from milepost.flows.prefect_client import prefect_client
 from milepost.storage import manifest, runs
 from milepost.storage.runs import RunFolder
@@ -177,4 +178,4 @@ def opened(model_dir: str, folder: Path) -> Iterator[Site]:
         (worker,) = psutil.Process(process.pid).children()
         yield Site(client, folder, worker, alerts)
         process.terminate()
-        assert process.wait(90) == 0 and not living([worker])
+        assert process.wait(90) == TERMINATED and not living([worker])

@@ -42,8 +42,15 @@ SETTINGS = [
 
 def servers() -> dict[int, list[str]]:
     """SGLang's processes below this one, and their command lines."""
-    family = {one.pid: one.cmdline() for one in psutil.Process().children(recursive=True)}
+    family = {one.pid: command_line(one) for one in psutil.Process().children(recursive=True)}
     return {pid: words for pid, words in family.items() if "sglang" in " ".join(words)}
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has just ended, if nobody has asked how yet
+        return []
 
 
 def kill_server_after(folder: RunFolder, step: int, others: set[int]) -> None:
