@@ -16,12 +16,7 @@ from milepost.engines import megatron_checkpoint, megatron_model_state, megatron
 from milepost.engines.cpu_shim import CpuRngTracker
 from milepost.engines.flops import peak_flops, throughput
 from milepost.engines.hf_export import local_path
-from milepost.engines.megatron_batch import (
-    MicroBatch,
-    Sample,
-    read_samples,
-    trained_samples,
-)
+from milepost.engines.megatron_batch import MicroBatch, Sample, read_samples, trained_samples
 from milepost.engines.megatron_critic import Critic
 from milepost.engines.megatron_cut import Cutter
 from milepost.engines.megatron_memory import Parked

@@ -63,10 +63,11 @@ def plan(
     made = make_plan(wanted.run, wanted.root, wanted.steps, wanted.parameters)
     for notice in notices(made):
         say(notice)
+    found = describe(made)
     if as_json:
-        print(json.dumps(describe(made)))
+        print(json.dumps(found))
     else:
-        print_values(describe(made), "plan")
+        print_values(found, "plan")
 
 
 @app.command()
