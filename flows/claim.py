@@ -11,8 +11,9 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from milepost.flows import crashed
+from milepost.flows.cancelling import this_is_cancelling
 from milepost.flows.outcome import signal_in
-from milepost.flows.run_status import PAUSED, QUEUED, resume_command
+from milepost.flows.run_status import CANCELLED, PAUSED, QUEUED, resume_command
 from milepost.storage.lease import Holder, hold, holder, note
 from milepost.storage.runs import RunFolder
 
@@ -39,6 +40,8 @@ async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> Asyn
                 api = str(PREFECT_API_URL.value() or "")
                 note(folder.uri, lease.fence, PAUSED, flow_run=str(flow_run.id or ""), api=api)
                 await asyncio.to_thread(crashed.end_suspended)
+            elif not isinstance(error, Exception) and await asyncio.to_thread(this_is_cancelling):
+                note(folder.uri, lease.fence, CANCELLED)
             raise
 
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Crashed
 
+from milepost.flows.prefect_client import brief_client
 from milepost.storage.lease import Owner, is_gone, is_released, this_process
 
-REQUEST_SECONDS = 5.0
 LIMIT = 50  # flow runs looked at in one go, the newest first
 
 _OPEN = [StateType.RUNNING, StateType.CANCELLING]
@@ -34,7 +34,7 @@ def record_owner(run_uri: str, fence: int, command: str) -> None:
     labels = {f"milepost.{name}": value for name, value in asdict(this_process()).items()}
     labels |= {"milepost.run_uri": run_uri, "milepost.fence": fence, "milepost.command": command}
     labels["milepost.attempt"] = flow_run.run_count
-    with _never_stops_a_start(), _client() as client:
+    with _never_stops_a_start(), brief_client() as client:
         client.update_flow_run_labels(UUID(flow_run.id), labels)
         if owner_before():  # which may have been killed in the middle of a step
             _end_below(client, UUID(flow_run.id), Crashed(message="it was stopped here, and the run went on later"))
@@ -51,14 +51,22 @@ def owner_before() -> Owner | None:
 def end_suspended() -> None:
     """End the step below the flow run that calls this, whose process ends here; the next one has not said who it is."""
     suspended = Cancelled(name="Suspended", message="its run was suspended here, and goes on here if it is resumed")
-    with _never_stops_a_start(), _client() as client:
+    with _never_stops_a_start(), brief_client() as client:
         client.update_flow_run_labels(UUID(flow_run.id), {"milepost.attempt": 0})
         _end_below(client, UUID(flow_run.id), suspended)
 
 
+def mark_cancelled() -> None:
+    """End the flow run that calls this, and its step, as cancelled: it was, and no worker is there to say so."""
+    cancelled = Cancelled(message="it was cancelled, and no worker was there to end it: it ended by itself")
+    with _never_stops_a_start(), brief_client() as client:
+        _end_below(client, UUID(flow_run.id), cancelled)
+        client.set_flow_run_state(UUID(flow_run.id), cancelled, force=True)
+
+
 def mark_gone(url: str) -> None:
     """Mark every flow run at `url` whose process has ended without a word."""
-    with _never_stops_a_start(), temporary_settings({PREFECT_API_URL: url}), _client() as client:
+    with _never_stops_a_start(), temporary_settings({PREFECT_API_URL: url}), brief_client() as client:
         _mark(client, lambda run: is_gone(_owner(run)))
 
 
@@ -70,13 +78,13 @@ def mark_superseded(run_uri: str, fence: int) -> None:
         same = run.labels["milepost.run_uri"] == run_uri
         return same and before < fence and not is_released(run_uri, before)
 
-    with _never_stops_a_start(), _client() as client:
+    with _never_stops_a_start(), brief_client() as client:
         _mark(client, lambda run: is_gone(_owner(run)) or is_superseded(run))
 
 
 def complete_unseen(parent: UUID) -> None:
     """End the steps below a flow run, between two of them, whose end Prefect could not be told."""
-    with _never_stops_a_start(), _client() as client:
+    with _never_stops_a_start(), brief_client() as client:
         for child in _children(client, parent):
             state = Completed(message="this step went on while Prefect did not answer")
             client.set_flow_run_state(child.id, state, force=True)
@@ -84,7 +92,7 @@ def complete_unseen(parent: UUID) -> None:
 
 def end_below(flow: object, flow_run: FlowRun, state: State) -> None:
     """Mark what still ran below a flow run that crashed; a hook, which Prefect calls with these names."""
-    with _never_stops_a_start(), _client() as client:
+    with _never_stops_a_start(), brief_client() as client:
         _end_below(client, flow_run.id, Crashed(message=state.message or "the process was killed"))
 
 
@@ -94,13 +102,6 @@ def _never_stops_a_start() -> Iterator[None]:
         yield
     except Exception as error:  # whatever a server answers or a label holds: it only concerns what Prefect shows
         _log.warning("Prefect may show killed runs as running: %s", error)
-
-
-@contextlib.contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
-        with get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True) as client:
-            yield client
 
 
 def _owner(run: FlowRun) -> Owner:

@@ -4,12 +4,15 @@
 free when its lease ends.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
+from http import HTTPStatus
 
+import httpx
 from prefect.client.orchestration import get_client
-from prefect.concurrency.asyncio import concurrency
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError, concurrency
 from prefect.exceptions import ObjectNotFound
 
 from milepost.engines.gpu_placement import has_spare, slots
@@ -19,6 +22,7 @@ from milepost.flows.view import is_unreported
 from milepost.storage.parameters import Parameters
 
 LEASE_SECONDS = 60.0
+ASK_SECONDS = 2.0
 
 
 def machine_slots() -> int:
@@ -53,16 +57,33 @@ async def engine_slots(
     async with contextlib.AsyncExitStack() as held:
         with _unless_unreported():
             say(f"this run takes {occupied} of {limit} slots of {parameters.engines.pool!r}, once they are free")
-            turn = concurrency(
-                parameters.engines.pool,
-                occupy=occupied,
-                lease_duration=LEASE_SECONDS,
-                raise_on_lease_renewal_failure=False,
-            )
             with waiting:
-                await turn.__aenter__()
+                turn = await _free(parameters.engines.pool, occupied)
             held.push_async_callback(_give_back, turn)
         yield
+
+
+async def _free(name: str, count: int) -> contextlib.AbstractAsyncContextManager[None]:
+    """So many slots, entered once they are free.
+
+    The waiting is done here: a thread of Prefect's that waits for slots keeps a process that is told to end.
+    """
+    while True:
+        turn = concurrency(
+            name, occupy=count, max_retries=0, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
+        )
+        try:
+            await turn.__aenter__()
+            return turn
+        except ConcurrencySlotAcquisitionError as error:
+            if not _is_taken(error):
+                raise
+        await asyncio.sleep(ASK_SECONDS)
+
+
+def _is_taken(error: ConcurrencySlotAcquisitionError) -> bool:
+    answer = error.__cause__
+    return isinstance(answer, httpx.HTTPStatusError) and answer.response.status_code == HTTPStatus.LOCKED
 
 
 async def _limit(name: str) -> int:

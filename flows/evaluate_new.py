@@ -14,6 +14,7 @@ from pydantic import PositiveInt
 from milepost.flows.evaluate import evaluate
 from milepost.flows.evaluation_request import evaluation_name
 from milepost.flows.failure import first_cause, sentence
+from milepost.flows.outcome import recorded
 from milepost.flows.own_thread import in_own_thread
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
@@ -84,6 +85,7 @@ def all_missing(root: str, pattern: str, sets: Sequence[EvalSet], settings: Sequ
 
 
 @flow(name="evaluate-new", flow_run_name="evaluate-new {runs}", retries=0)
+@recorded
 async def evaluate_new(
     runs: str = "*",
     root: str = "runs",

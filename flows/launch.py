@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 
 from milepost.flows.boundary import require_checkpoint
 from milepost.flows.failure import TERMINATED, RunFailed, first_cause, sentence
@@ -138,11 +138,11 @@ def run_flow(begin: Callable[[], Coroutine[Any, Any, R]]) -> R:
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """SIGTERM during a flow, which Prefect turns into an error of its own, ends this process with its code."""
+    """SIGTERM, or Cancel on a page, during a flow, which Prefect knows as errors, ends this process with its code."""
     try:
         yield
     except BaseException as error:  # it may lie inside groups of what ran side by side when the signal came
-        if isinstance(first_cause(error), TerminationSignal):
+        if isinstance(first_cause(error), TerminationSignal | Abort):
             raise SystemExit(TERMINATED) from None
         raise
 

@@ -8,9 +8,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from prefect.exceptions import ExternalSignal, PrefectSignal, TerminationSignal
+from prefect.exceptions import Abort, ExternalSignal, PrefectSignal, TerminationSignal
 
-from milepost.flows.sigterm import heard
+from milepost.flows.cancelling import cancel_heard
+from milepost.flows.sigterm import Heard, heard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,10 +47,10 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         outcome = _outcome.get(Outcome())
         with heard() as sigterm:
             try:
-                outcome.result = result = await body(*args, **kwargs)
+                async with cancel_heard(sigterm):
+                    outcome.result = result = await body(*args, **kwargs)
             except BaseException as error:  # a cancellation is an outcome too
-                came = TerminationSignal(signal.SIGTERM) if sigterm.came else None
-                outcome.error = signal_in(error) or came or error
+                outcome.error = signal_in(error) or _reason(sigterm) or error
                 if outcome.error is error:
                     raise
                 raise outcome.error from None
@@ -57,6 +58,13 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         return result
 
     return record
+
+
+def _reason(heard: Heard) -> BaseException | None:
+    """Why the body was cancelled, as Prefect knows it."""
+    if heard.came:
+        return TerminationSignal(signal.SIGTERM)
+    return Abort("it was cancelled on its page") if heard.cancelled else None
 
 
 def signal_in(error: BaseException) -> BaseException | None:

@@ -6,6 +6,7 @@ import os
 import queue
 from collections.abc import Iterator
 
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import (
@@ -21,6 +22,7 @@ from milepost.flows import service_state
 DRAIN_SECONDS = 10.0
 RETRIES = 2  # of a request, 2 and 4 s apart: a run goes on without Prefect, and should soon
 REQUEST_SECONDS = 15.0
+BRIEF_SECONDS = 5.0
 
 
 def client_environment() -> dict[str, str]:
@@ -29,6 +31,14 @@ def client_environment() -> dict[str, str]:
         PREFECT_CLIENT_MAX_RETRIES.name: str(RETRIES),
         PREFECT_API_REQUEST_TIMEOUT.name: str(REQUEST_SECONDS),
     }
+
+
+@contextlib.contextmanager
+def brief_client() -> Iterator[SyncPrefectClient]:
+    """A client that asks once and does not wait long, for what is done beside a run."""
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with get_client(httpx_settings={"timeout": BRIEF_SECONDS}, sync_client=True) as client:
+            yield client
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from milepost.storage.runs import RunFolder
 
 PAUSED = "paused"
 QUEUED = "queued"
+CANCELLED = "cancelled"
 AT_WORK = ("running", QUEUED)  # the states in which a process has the run
-LEFT = ("stopped", "cancelled", "crashed", PAUSED)  # those in which one may take it up
+LEFT = ("stopped", CANCELLED, "crashed", PAUSED)  # those in which one may take it up
 
 RATE_STEPS = 5
 WORKERS = 8  # a run on an object store is many short waits
@@ -24,8 +25,8 @@ WORKERS = 8  # a run on an object store is many short waits
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run in a line of a table. `state` is running, queued for its turn on the engines, paused on its page, cancelled
-    there since, finished, stopped, crashed, or unreadable with the `problem`.
+    """A run in a line of a table. `state` is running, queued for its turn on the engines, paused or cancelled on its
+    page, finished, stopped, crashed, or unreadable with the `problem`.
 
     `committed_at` is when its newest stage was committed, in Unix seconds; `step_seconds` is the median of late steps;
     `stopped` is why a rule of its own has ended it.
@@ -113,7 +114,9 @@ def run_state(folder: RunFolder, done: int, steps: int) -> str:
         return "crashed"
     if done >= steps:
         return "finished"
-    return since_suspended(noted) or PAUSED if noted.says == PAUSED else "stopped"
+    if noted.says == PAUSED:
+        return since_suspended(noted) or PAUSED
+    return CANCELLED if noted.says == CANCELLED else "stopped"
 
 
 def open_commits(folder: RunFolder, step: int) -> list[Commit]:

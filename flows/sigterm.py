@@ -18,9 +18,10 @@ LOST_SECONDS = 3.0  # what was raised has ended the flow's waiting by then, if i
 
 @dataclass
 class Heard:
-    """Whether the signal came."""
+    """Whether the signal came, and whether the flow run was cancelled on its page without one."""
 
     came: bool = False
+    cancelled: bool = False
 
 
 _hearing: ContextVar[Heard] = ContextVar("hearing")

@@ -9,11 +9,13 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from prefect.client.schemas import filters
 from prefect.states import Cancelling, Scheduled
 
 from milepost.flows.automations import ensure_evaluation
+from milepost.flows.failure import TERMINATED
 from milepost.flows.run_status import run_status
 from milepost.storage import manifest, runs
 from milepost.storage.evaluated import evaluated
@@ -29,6 +31,10 @@ WATCHED: dict[str, Any] = {
     "checkpoint": {"every_steps": 1, "keep_last": 9},
     "alert": {"bounds": [{"metric": "rollout/reward", "below": 2.0}]},
 }
+
+
+def named(name: str) -> filters.FlowRunFilter:
+    return filters.FlowRunFilter(name=filters.FlowRunFilterName(any_=[name]))
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +103,41 @@ def test_a_cancelled_run_ends_within_30_seconds_leaves_nothing_running_and_can_g
     site.until(flow_run, "Cancelled", seconds=30)
     assert within(10, lambda: not living(started))
     states = [state.name for state in site.client.read_flow_run_states(flow_run)]
+    assert run_status(folder).state == "cancelled"
     assert states[-2:] == ["Cancelling", "Cancelled"] and site.below(flow_run) <= {"Completed", "Cancelled"}
     assert site.client.read_global_concurrency_limit_by_name("milepost-engines").active_slots == 0
     done = len(manifest.finished_steps(folder))
     site.until(site.start("resume/resume", run=folder.run_id, steps=done + 1), "Completed")
     assert len(manifest.finished_steps(folder)) == done + 1
+
+
+def test_a_run_that_is_cancelled_while_it_waits_for_engines_ends_and_takes_none(site: Site) -> None:
+    limit = ["milepost-engines"]
+    site.client.increment_concurrency_slots(names=limit, slots=2, mode="concurrency")
+    try:
+        flow_run = site.start("train/tiny")
+        assert within(60, lambda: run_status(site.run(flow_run)).state == "queued")
+        site.client.set_flow_run_state(flow_run, Cancelling())
+        site.until(flow_run, "Cancelled", seconds=30)
+        assert run_status(site.run(flow_run)).state == "cancelled"
+    finally:
+        site.client.release_concurrency_slots(names=limit, slots=2, occupancy_seconds=1.0)
+    assert site.client.read_global_concurrency_limit_by_name(limit[0]).active_slots == 0
+
+
+def test_a_run_of_the_command_line_ends_by_itself_when_its_page_says_cancel(site: Site) -> None:
+    command = [MILEPOST, "train", "--config", "tiny.yaml", "--run", "typed", "--steps", "100000"]
+    environment = {**os.environ, "PREFECT_API_URL": str(site.client.api_url)}
+    folder = runs.run_folder(str(site.folder / "runs"), "typed")
+    with subprocess.Popen(command, cwd=site.folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert within(120, lambda: len(manifest.finished_steps(folder)) >= 2)
+        started = psutil.Process(process.pid).children(recursive=True)
+        (flow_run,) = site.client.read_flow_runs(flow_run_filter=named("typed"))
+        site.client.set_flow_run_state(flow_run.id, Cancelling())
+        said = process.communicate(timeout=45)[1]
+    assert process.returncode == TERMINATED and "milepost resume typed" in said and "Traceback" not in said
+    assert site.state(flow_run.id) == "Cancelled" and site.below(flow_run.id) <= {"Completed", "Cancelled"}
+    assert run_status(folder).state == "cancelled" and within(10, lambda: not living(started))
 
 
 @pytest.mark.long

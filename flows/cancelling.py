@@ -1,0 +1,73 @@
+"""Cancel on the page of a flow run that no worker ends: one of the command line, or one whose worker was killed.
+
+A worker that lives ends the process of its flow run by SIGTERM, at once, so a run looks twice before it ends itself.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from uuid import UUID
+
+from prefect.context import FlowRunContext
+from prefect.runtime import flow_run
+
+from milepost.flows import crashed
+from milepost.flows.prefect_client import brief_client
+from milepost.flows.sigterm import Heard
+
+LOOK_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def cancel_heard(heard: Heard) -> AsyncIterator[None]:
+    """Cancel the task inside, and say so in `heard`, when its flow run was cancelled and no signal has come of it.
+
+    Flows inside flows end with the outermost, which alone is looked at, and shown as cancelled once its work has ended.
+    """
+    context, task = FlowRunContext.get(), asyncio.current_task()
+    if context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None:
+        yield
+        return
+    assert task is not None
+    ended, loop = threading.Event(), asyncio.get_running_loop()
+
+    def watch(flow_run_id: UUID) -> None:
+        looks = 0
+        while looks < 2:
+            if ended.wait(LOOK_SECONDS):
+                return
+            looks = looks + 1 if is_cancelling(flow_run_id) else 0
+        if not heard.came and not ended.is_set():
+            heard.cancelled = True
+            loop.call_soon_threadsafe(task.cancel)
+
+    arguments = (watch, context.flow_run.id)
+    threading.Thread(target=contextvars.copy_context().run, args=arguments, name="cancel", daemon=True).start()
+    try:
+        yield
+    except BaseException:
+        if heard.cancelled:
+            await asyncio.to_thread(crashed.mark_cancelled)
+        raise
+    finally:
+        ended.set()
+
+
+def is_cancelling(flow_run_id: UUID) -> bool:
+    """Whether somebody has pressed Cancel; False where Prefect does not answer."""
+    try:
+        with brief_client() as client:
+            state = client.read_flow_run(flow_run_id).state
+    except Exception as error:  # whatever the server answers: the next look asks again
+        _log.debug("whether %s was cancelled is not known: %s", flow_run_id, error)
+        return False
+    return state is not None and state.is_cancelling()
+
+
+def this_is_cancelling() -> bool:
+    """Whether Cancel was pressed on the page of the flow run that calls this."""
+    return flow_run.id is not None and is_cancelling(UUID(str(flow_run.id)))
