@@ -66,6 +66,7 @@ def ensure_evaluation(client: SyncPrefectClient, deployment: UUID, *, active: bo
         "checkpoint": _template("{{ event.payload.run }}@{{ event.payload.step }}"),
         "run": _template("{{ event.payload.evaluation }}"),
         "root": _template("{{ event.payload.root }}"),
+        "skip_removed": True,
     }
     action = RunDeployment(source="selected", deployment_id=deployment, parameters=parameters)
     trigger = _on(CHECKPOINT_SAVED, {EVALUABLE: "yes"})

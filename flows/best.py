@@ -10,6 +10,10 @@ from milepost.storage.runs import RunFolder
 from milepost.tasks.watched import Point, best_of
 
 
+class RemovedCheckpoint(LookupError):
+    """A checkpoint that was there, and whose place newer ones took."""
+
+
 def best_checkpoint(folder: RunFolder, section: CheckpointSection, saved: Sequence[int]) -> Point | None:
     """Of the checkpoints `saved`, the one whose metric is the best; None when none of them was evaluated."""
     if section.best_metric:
@@ -45,10 +49,11 @@ def saved_step(folder: RunFolder, which: str, saved: Sequence[int]) -> int:
     if not which.isdigit():
         raise ValueError(f"{folder.run_id}@{which} names no step: give one of {known}, 'latest' or 'best'")
     if int(which) not in (0, *saved):
-        why = ""
+        missing = f"run {folder.run_id!r} has no checkpoint of step {which}"
         if int(which) in removed(folder):
-            why = " any more, newer ones took its place (checkpoint.keep_last, checkpoint.keep_every)"
-        raise LookupError(f"run {folder.run_id!r} has no checkpoint of step {which}{why}: there are {known}")
+            why = "newer ones took its place (checkpoint.keep_last, checkpoint.keep_every)"
+            raise RemovedCheckpoint(f"{missing} any more, {why}: there are {known}")
+        raise LookupError(f"{missing}: there are {known}")
     return int(which)
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from milepost.engines.protocols import WeightSource
 from milepost.flows.checkpoint import Weights
 from milepost.flows.progress import say
 from milepost.flows.replay import trainer_before
-from milepost.storage import attempts, files
+from milepost.storage import attempts, files, retention
 from milepost.storage.exports import kept_export
 from milepost.storage.runs import RunFolder
 from milepost.tasks.sync import current_weights
@@ -17,14 +19,26 @@ class OtherWeights(RuntimeError):
     """A checkpoint gave other weights than it names."""
 
 
-async def exported_weights(weights: Weights) -> WeightSource | None:
-    """What engines are to load beside the model that they start with; None when that is all."""
+async def exported_weights(weights: Weights, reader: str) -> WeightSource | None:
+    """What engines of `reader` are to load beside the model that they start with; None when that is all."""
     if weights.run is None or weights.version is None:
         return None
     source = WeightSource(kept_export(weights.run, weights.version), weights.version)
     if not files.exists(source.uri) and not _linked(weights.run, source):
-        await _convert(weights.run, source)
+        with _pinned(weights.run, source.version.step, reader):
+            await _convert(weights.run, source)
     return source
+
+
+@contextmanager
+def _pinned(folder: RunFolder, step: int, reader: str) -> Iterator[None]:
+    """Keep a checkpoint until it is read: a run that goes on removes older ones, and its reader may have to wait."""
+    name = f"read-by-{reader}"[: retention.PIN_NAME_CHARACTERS]
+    retention.pin(folder, step, name, f"{reader} is to read its weights")
+    try:
+        yield
+    finally:
+        retention.unpin(folder, step, name)
 
 
 def _linked(folder: RunFolder, source: WeightSource) -> bool:

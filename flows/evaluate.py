@@ -6,8 +6,10 @@ from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
+from prefect.states import Completed
 from pydantic import Field
 
+from milepost.flows.best import RemovedCheckpoint
 from milepost.flows.checkpoint import Weights
 from milepost.flows.claim import claimed
 from milepost.flows.evaluation import open_evaluation, run_evaluation
@@ -78,6 +80,7 @@ async def evaluate(
     config: str = "",
     overrides: tuple[str, ...] = (),
     engines_of: str = "",
+    skip_removed: bool = False,
 ) -> dict[str, Any]:
     """Score a checkpoint on held-out data sets, and fail when it is worse than another one by more than it may be.
 
@@ -93,6 +96,7 @@ async def evaluate(
         config: Recipe with what differs from the checkpoint's run.
         overrides: Values that differ, as section.field=value.
         engines_of: A run that trains now and is to evaluate its newest weights on its own engines, between two steps.
+        skip_removed: End as skipped, instead of failing, when newer checkpoints have taken the place of this one.
     """
     root = absolute_root(root)
     run = run or made_name()
@@ -101,7 +105,12 @@ async def evaluate(
     if engines_of:
         plan = plan_shared(engines_of, checkpoint, run, root, sets=evals, config=config, overrides=overrides)
     elif checkpoint:
-        plan = plan_evaluation(checkpoint, run, root, sets=evals, config=config, overrides=overrides)
+        try:
+            plan = plan_evaluation(checkpoint, run, root, sets=evals, config=config, overrides=overrides)
+        except RemovedCheckpoint as error:
+            if not skip_removed:
+                raise
+            return Completed(name="Skipped", message=str(error))  # type: ignore[return-value]  # Prefect takes either
     sets = plan.parameters.eval.sets if plan else attempts.current(folder).parameters.eval.sets
     baseline = plan_baseline(compare, run, root, sets, config=config, overrides=overrides) if compare else None
     if plan and engines_of:

@@ -21,7 +21,8 @@ from milepost.tasks.sync import push_weights
 async def on_own_engines(launched: Launched, weights: Weights) -> None:
     """The sets, on new engines each time that something other than a rollout engine dies or hangs."""
     with joined_ray():
-        source = await exported_weights(weights)  # before there are slots to hold: it may need some for itself
+        # Before there are slots to hold: it may need some for itself.
+        source = await exported_weights(weights, launched.folder.run_id)
         async with engine_slots(launched.parameters, queued(launched.folder, launched.fence)):
             await _on_engines(launched, weights, source)
 

@@ -11,7 +11,9 @@ from milepost.storage import checkpoints, files
 from milepost.storage.exports import remove_exports
 from milepost.storage.runs import RunFolder
 
-_PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+PIN_NAME_CHARACTERS = 128
+
+_PIN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{PIN_NAME_CHARACTERS - 1}}}")
 
 
 def _pins(folder: RunFolder) -> str:

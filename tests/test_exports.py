@@ -1,10 +1,16 @@
 """Weights that were exported from checkpoints: kept as long as anything needs them, and no longer."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from prefect.client.schemas.objects import State, StateType
 
+from milepost.engines.protocols import WeightSource
+from milepost.flows import checkpoint_weights
+from milepost.flows.checkpoint import find_weights
+from milepost.flows.evaluate import evaluate
 from milepost.storage import checkpoints, files, runs
 from milepost.storage.evaluated import Evaluated
 from milepost.storage.exports import kept_export
@@ -53,6 +59,30 @@ def test_those_that_an_evaluation_is_at_stay_until_it_has_ended(made: MadeRun) -
     files.publish(scored.manifest(0), b"{}")
     retain(made.folder, keep_last=2)
     assert not first.exists()
+
+
+def test_a_checkpoint_stays_while_somebody_waits_to_read_its_weights(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def convert(folder: RunFolder, source: WeightSource) -> None:
+        retain(folder, keep_last=1)
+        assert checkpoints.complete(folder) == [1, 3], "it is its turn only now, and the run has gone on"
+
+    monkeypatch.setattr(checkpoint_weights, "_convert", convert)
+    weights = find_weights("made@1", made.folder.uri.rpartition("/")[0])
+    asyncio.run(checkpoint_weights.exported_weights(weights, "scored"))
+    assert retain(made.folder, keep_last=1) == [1]
+
+
+def test_an_evaluation_of_a_checkpoint_that_was_removed_is_skipped_where_nobody_waits_for_it(made: MadeRun) -> None:
+    root = made.folder.uri.rpartition("/")[0]
+    retain(made.folder, keep_last=1)
+    with pytest.raises(LookupError, match="no checkpoint of step 1 any more"):
+        asyncio.run(evaluate.fn(checkpoint="made@1", root=root))
+    skipped = asyncio.run(evaluate.fn(checkpoint="made@1", root=root, skip_removed=True))
+    assert isinstance(skipped, State) and (skipped.type, skipped.name) == (StateType.COMPLETED, "Skipped")
+    with pytest.raises(LookupError, match="no checkpoint of step 9: there are 0, 3"):
+        asyncio.run(evaluate.fn(checkpoint="made@9", root=root, skip_removed=True))
 
 
 def test_those_of_other_weights_than_the_checkpoint_has_go(made: MadeRun) -> None:
