@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from uuid import UUID
 
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 
@@ -37,10 +38,11 @@ async def cancel_heard(heard: Heard) -> AsyncIterator[None]:
 
     def watch(flow_run_id: UUID) -> None:
         looks = 0
-        while looks < 2:
-            if ended.wait(LOOK_SECONDS):
-                return
-            looks = looks + 1 if is_cancelling(flow_run_id) else 0
+        with brief_client() as client:
+            while looks < 2:
+                if ended.wait(LOOK_SECONDS):
+                    return
+                looks = looks + 1 if is_cancelling(client, flow_run_id) else 0
         if not heard.came and not ended.is_set():
             heard.cancelled = True
             loop.call_soon_threadsafe(task.cancel)
@@ -57,11 +59,10 @@ async def cancel_heard(heard: Heard) -> AsyncIterator[None]:
         ended.set()
 
 
-def is_cancelling(flow_run_id: UUID) -> bool:
+def is_cancelling(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
     """Whether somebody has pressed Cancel; False where Prefect does not answer."""
     try:
-        with brief_client() as client:
-            state = client.read_flow_run(flow_run_id).state
+        state = client.read_flow_run(flow_run_id).state
     except Exception as error:  # whatever the server answers: the next look asks again
         _log.debug("whether %s was cancelled is not known: %s", flow_run_id, error)
         return False
@@ -70,4 +71,7 @@ def is_cancelling(flow_run_id: UUID) -> bool:
 
 def this_is_cancelling() -> bool:
     """Whether Cancel was pressed on the page of the flow run that calls this."""
-    return flow_run.id is not None and is_cancelling(UUID(str(flow_run.id)))
+    if flow_run.id is None:
+        return False
+    with brief_client() as client:
+        return is_cancelling(client, UUID(flow_run.id))
