@@ -111,8 +111,8 @@ async def evaluate(
             if not skip_removed:
                 raise
             return Completed(name="Skipped", message=str(error))  # type: ignore[return-value]  # Prefect takes either
-    sets = plan.parameters.eval.sets if plan else attempts.current(folder).parameters.eval.sets
-    baseline = plan_baseline(compare, run, root, sets, config=config, overrides=overrides) if compare else None
+    like = plan.parameters if plan else attempts.current(folder).parameters
+    baseline = plan_baseline(compare, run, root, like, config=config, overrides=overrides) if compare else None
     if plan and engines_of:
         await shared_evaluation(plan)
     else:

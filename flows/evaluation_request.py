@@ -23,10 +23,14 @@ from milepost.storage.runs import RunFolder
 from milepost.storage.stages import Course
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.evaluate import set_plan
+from milepost.tasks.prompt_reward import chosen as chosen_reward
+from milepost.tasks.prompt_reward import of_eval_set
+from milepost.tasks.reward_choice import RewardChoice
 
 RUN_KEYS = ("run", "root", "steps")
 COURSE = Course(last="score")
 NAME_ROOM = 100  # characters of a run's name in that of its evaluation
+SCORED_BY = ("data", "rollout", "reward")  # the sections that say how prompts are put, answered and scored
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,11 @@ def plan_evaluation(
     config: str = "",
     overrides: Sequence[str] = (),
     sampling: Mapping[str, Any] | None = None,
+    like: Parameters | None = None,
 ) -> EvaluationPlan:
     """Check everything that can be checked before processes start; see `plan_of`."""
     weights = find_weights(checkpoint, root)
-    return plan_of(weights, run, root, sets=sets, config=config, overrides=overrides, sampling=sampling)
+    return plan_of(weights, run, root, sets=sets, config=config, overrides=overrides, sampling=sampling, like=like)
 
 
 def plan_of(
@@ -65,14 +70,19 @@ def plan_of(
     config: str = "",
     overrides: Sequence[str] = (),
     sampling: Mapping[str, Any] | None = None,
+    like: Parameters | None = None,
 ) -> EvaluationPlan:
     """An evaluation of `weights`.
 
     Parameters are those of the run that they are of, then the recipe's, then `overrides`; `sampling` replaces values of
-    every set.
+    every set. What is to be compared with an evaluation is put, answered and scored `like` it.
     """
     model_config = json.loads(Path(weights.model_dir, "config.json").read_text())
-    chosen = parameters_of(_fitting(_given(weights, config, overrides), model_config))
+    given = _given(weights, config, overrides)
+    if like is not None:
+        given |= {name: getattr(like, name).model_dump() for name in SCORED_BY}
+        given["model"] = {**given.get("model", {}), "context_length": like.model.context_length}
+    chosen = parameters_of(_fitting(given, model_config))
     wanted = [checked_set({**item.model_dump(), **(sampling or {})}) for item in (sets or eval_sets(chosen.eval))]
     parameters = _alone(chosen, weights, [named(item) for item in wanted])
     _check(parameters, model_config)
@@ -96,18 +106,39 @@ class Baseline:
 
 
 def plan_baseline(
-    compare: str, run: str, root: str, sets: Sequence[EvalSet], *, config: str = "", overrides: Sequence[str] = ()
+    compare: str, run: str, root: str, like: Parameters, *, config: str = "", overrides: Sequence[str] = ()
 ) -> Baseline:
-    """The evaluation called `compare`, or one of that checkpoint on the same sets."""
+    """The evaluation called `compare`, or one of that checkpoint on the sets of the evaluation `like` which it is."""
+    sets = like.eval.sets
     if compare in [folder.run_id for folder in runs.run_folders(root)]:
         folder = runs.run_folder(root, compare)
         if is_evaluation(folder):
             require_evaluation(folder)
-            shared_sets([item.name for item in sets], folder)
+            _require_same_rewards(like, folder, shared_sets([item.name for item in sets], folder))
             return Baseline(folder)
     name = f"{run}-baseline"
-    plan = plan_evaluation(compare, name, root, sets=sets, config=config, overrides=overrides)
+    plan = plan_evaluation(compare, name, root, sets=sets, config=config, overrides=overrides, like=like)
     return Baseline(runs.run_folder(root, name), plan)
+
+
+def _require_same_rewards(like: Parameters, before: RunFolder, shared: Sequence[str]) -> None:
+    """ValueError for a set whose scores there say something else than here."""
+    here, there = _rewards(like), _rewards(attempts.current(before).parameters)
+    for name in shared:
+        if here[name] != there[name]:
+            raise ValueError(
+                f"evaluation {before.run_id!r} scored {name!r} by {_said(there[name])}, this one does by "
+                f"{_said(here[name])}: give it the same reward, or a checkpoint to compare with"
+            )
+
+
+def _rewards(parameters: Parameters) -> dict[str, RewardChoice]:
+    return {item.name: chosen_reward(of_eval_set(item, parameters.reward)) for item in parameters.eval.sets}
+
+
+def _said(choice: RewardChoice) -> str:
+    """A reward with what tells it from another of its name."""
+    return " + ".join(f"{part.name} {dict(part.options) or ''}".strip() for part in choice.parts)
 
 
 def checked_set(values: Mapping[str, Any]) -> EvalSet:

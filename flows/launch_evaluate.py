@@ -49,7 +49,7 @@ def launch_evaluation(wanted: Wanted) -> Found:
         if files.exists(folder.record):
             require_same(plan, folder)
     if wanted.compare:
-        plan_baseline(wanted.compare, wanted.run, wanted.root, plan.parameters.eval.sets, **options)
+        plan_baseline(wanted.compare, wanted.run, wanted.root, plan.parameters, **options)
     return _work(
         folder,
         wanted.root,
