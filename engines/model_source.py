@@ -68,6 +68,8 @@ def module_of(package: str) -> str:
 
 def _from_package(path: str, cache_dir: str) -> str:
     name, _, wanted = path.removeprefix(PACKAGE).partition("/")
+    if not name:
+        raise ValueError(f"model {path!r} names no package: give the name of an installed one, as {PACKAGE}NAME")
     # The package is found, not imported: its code has no part in this.
     spec = find_spec(module_of(name)) if module_of(name).isidentifier() else None
     if spec is None:
@@ -76,7 +78,8 @@ def _from_package(path: str, cache_dir: str) -> str:
     roots = [Path(location) for location in spec.submodule_search_locations or []]
     found = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.gguf"))}
     if wanted and wanted not in found:
-        raise LookupError(f"package {name!r} has no file {wanted!r}{nearest(wanted, list(found))} it has {list(found)}")
+        near = nearest(wanted, list(found))
+        raise LookupError(f"package {name!r} has no file {wanted!r}{near or ':'} it has {list(found)}")
     if not wanted and len(found) != 1:
         choice = f"one of {[f'{PACKAGE}{name}/{file}' for file in found]}" if found else "another package"
         raise LookupError(f"package {name!r} ships {len(found)} .gguf files: give {choice}")

@@ -46,7 +46,7 @@ def saved_step(folder: RunFolder, which: str, saved: Sequence[int]) -> int:
         return saved[-1]
     if which == "best":
         return _best(folder, saved)
-    if not which.isdigit():
+    if not (which.isascii() and which.isdigit()):
         raise ValueError(f"{folder.run_id}@{which} names no step: give one of {known}, 'latest' or 'best'")
     if int(which) not in (0, *saved):
         missing = f"run {folder.run_id!r} has no checkpoint of step {which}"

@@ -42,7 +42,7 @@ async def cancel_heard(heard: Heard) -> AsyncIterator[None]:
             while looks < 2:
                 if ended.wait(LOOK_SECONDS):
                     return
-                looks = looks + 1 if is_cancelling(client, flow_run_id) else 0
+                looks += is_cancelling(client, flow_run_id)
         if not heard.came and not ended.is_set():
             heard.cancelled = True
             loop.call_soon_threadsafe(task.cancel)

@@ -9,6 +9,7 @@ from milepost.flows.plan import model_folder
 from milepost.flows.start import require_model
 from milepost.storage import attempts, checkpoints, files, runs
 from milepost.storage.begun import exported_from
+from milepost.storage.evaluated import Evaluated, evaluated
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 from milepost.storage.taught import last_step, model_of, taught
@@ -33,29 +34,63 @@ class Weights:
 def find_weights(text: str, root: str) -> Weights:
     """The weights called `text`; LookupError or ValueError says what there is instead."""
     if not text.startswith(PACKAGE):
-        if files.exists(files.join(text or ".", checkpoints.MANIFEST)):
+        if _exists(text, checkpoints.MANIFEST):
             return _of_checkpoint(text)
-        if "@" in text and not files.exists(text):
+        if "@" in text and not _exists(text):
             name, _, which = text.rpartition("@")
             return _of_run(runs.run_folder(root, name), which)
+        if home := _run_at(text):
+            raise _no_checkpoint(home, text, root)
         made = exported_from(Path(text).absolute())
         if made and made[1] in checkpoints.complete(made[0], hashes=False):
             return _of_run(made[0], str(made[1]))
         if not files.exists(text):
-            raise LookupError(_missing(text, root))
+            raise _missing(text, root)
     return Weights(_stem(text), model_folder(text))
+
+
+def _exists(text: str, name: str = "") -> bool:
+    """Whether there is something called `text`, with `name` in it; LookupError when its store does not say."""
+    try:
+        return files.exists(files.join(text or ".", name) if name else text)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # each store has errors of its own
+        raise LookupError(f"checkpoint {text!r} cannot be looked up: {error}") from error
+
+
+def _run_at(text: str) -> RunFolder | None:
+    """The run whose folder, or whose checkpoints' folder, is called `text`."""
+    place = (text if "://" in text else str(Path(text).absolute())).rstrip("/")
+    home = RunFolder(place.removesuffix("/checkpoints"), place.removesuffix("/checkpoints").rpartition("/")[2])
+    return home if files.exists(home.record) else None
 
 
 def _stem(text: str) -> str:
     return text.removeprefix(PACKAGE).rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
-def _missing(text: str, root: str) -> str:
+def _missing(text: str, root: str) -> Exception:
     """A run of that name was meant, or one with nearly that name."""
     names = [folder.run_id for folder in runs.run_folders(root)]
     if text in names:
-        return f"{text!r} is a run and no checkpoint: say how far, as {text}@latest, {text}@best or {text}@STEP"
-    return f"checkpoint {text!r} does not exist{nearest(text, names)}{'' if nearest(text, names) else ':'} {FORMS}"
+        return _no_checkpoint(runs.run_folder(root, text), text, root)
+    return LookupError(f"checkpoint {text!r} does not exist{nearest(text, names) or ':'} {FORMS}")
+
+
+def _no_checkpoint(folder: RunFolder, text: str, root: str) -> Exception:
+    """A whole run was named as `text`: how to name one of its checkpoints."""
+    if of := evaluated(attempts.current(folder)):
+        return _of_evaluation(folder, of)
+    name, said = folder.run_id, f"{text!r} is a run and no checkpoint"
+    if runs.run_folder(root, name).uri == folder.uri:
+        return LookupError(f"{said}: say how far, as {name}@latest, {name}@best or {name}@STEP")
+    return LookupError(f"{said}: say how far, as the folder of a checkpoint such as {folder.checkpoint(1)}")
+
+
+def _of_evaluation(folder: RunFolder, of: Evaluated) -> ValueError:
+    named = of.label if of.run else of.place
+    return ValueError(f"{folder.run_id!r} is an evaluation of {named} and has no checkpoints of its own: give {named}")
 
 
 def _of_checkpoint(uri: str) -> Weights:
@@ -71,6 +106,8 @@ def _of_checkpoint(uri: str) -> Weights:
 
 def _of_run(folder: RunFolder, which: str) -> Weights:
     record = attempts.current(folder)
+    if of := evaluated(record):
+        raise _of_evaluation(folder, of)
     if taught(record) and which != "0":
         return Weights(f"{folder.run_id}@{_only(folder, which)}", model_of(folder))
     saved = checkpoints.complete(folder, hashes=False)

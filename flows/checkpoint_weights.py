@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from milepost.engines.protocols import WeightSource
+from milepost.flows.best import saved_step
 from milepost.flows.checkpoint import Weights
 from milepost.flows.progress import say
 from milepost.flows.replay import trainer_before
-from milepost.storage import attempts, files, retention
+from milepost.storage import attempts, checkpoints, files, retention
 from milepost.storage.exports import kept_export
 from milepost.storage.runs import RunFolder
 from milepost.tasks.sync import current_weights
@@ -34,7 +35,11 @@ async def exported_weights(weights: Weights, reader: str) -> WeightSource | None
 def _pinned(folder: RunFolder, step: int, reader: str) -> Iterator[None]:
     """Keep a checkpoint until it is read: a run that goes on removes older ones, and its reader may have to wait."""
     name = f"read-by-{reader}"[: retention.PIN_NAME_CHARACTERS]
-    retention.pin(folder, step, name, f"{reader} is to read its weights")
+    try:
+        retention.pin(folder, step, name, f"{reader} is to read its weights")
+    except LookupError:  # it was there when the evaluation was planned
+        saved_step(folder, str(step), checkpoints.complete(folder, hashes=False))
+        raise
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from milepost.flows import crashed
 from milepost.flows.cancelling import this_is_cancelling
 from milepost.flows.outcome import signal_in
 from milepost.flows.run_status import CANCELLED, PAUSED, QUEUED, resume_command
+from milepost.storage import files
 from milepost.storage.lease import Holder, hold, holder, note
 from milepost.storage.runs import RunFolder
 
@@ -29,7 +30,7 @@ async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> Asyn
     and one that is resumed while its process is still in the stage it was paused in waits for that.
     """
     await _handed_over(folder)
-    with hold(folder) as lease:
+    with _nothing_if_refused(folder), hold(folder) as lease:
         command = go_on_with or resume_command(folder, root)
         await asyncio.to_thread(crashed.record_owner, folder.uri, lease.fence, command)
         await asyncio.to_thread(crashed.mark_superseded, folder.uri, lease.fence)
@@ -40,9 +41,19 @@ async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> Asyn
                 api = str(PREFECT_API_URL.value() or "")
                 note(folder.uri, lease.fence, PAUSED, flow_run=str(flow_run.id or ""), api=api)
                 await asyncio.to_thread(crashed.end_suspended)
-            elif not isinstance(error, Exception) and await asyncio.to_thread(this_is_cancelling):
+            elif await asyncio.to_thread(this_is_cancelling):
                 note(folder.uri, lease.fence, CANCELLED)
             raise
+
+
+@contextmanager
+def _nothing_if_refused(folder: RunFolder) -> Iterator[None]:
+    """A run that was refused before it had a record leaves no folder of its name."""
+    try:
+        yield
+    finally:
+        if files.names(folder.uri) == ["lease"] and holder(folder.uri) is None:
+            files.remove_folder(folder.uri)
 
 
 async def _handed_over(folder: RunFolder) -> None:

@@ -45,6 +45,7 @@ def deploy(
     from milepost.flows.automations import cron_schedule, webhook_url
     from milepost.flows.deploy import Wishes
     from milepost.flows.deploy import deploy as register
+    from milepost.flows.progress import say
     from milepost.flows.services import prefect_api
     from milepost.flows.worker import work
 
@@ -59,5 +60,9 @@ def deploy(
     for name, id in made.items():
         print(f"{name:28} {url.removesuffix('/api')}/deployments/deployment/{id}/run")
     if worker:
-        raise typer.Exit(work(pool, url))
+        code = work(pool, url)
+        if code:
+            again = "the runs that it had end by themselves and can be resumed, call `milepost deploy` again"
+            say(f"the worker of pool {pool!r} has ended with code {code}: {again}")
+        raise typer.Exit(abs(code))
     print(f"a worker of pool {pool!r} runs it: `milepost deploy --pool {pool}` starts one where there is none")

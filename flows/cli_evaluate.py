@@ -13,7 +13,7 @@ from milepost.flows.recipe import DEFAULT_ROOT, absolute_root, json_or_text
 
 evaluate_app = typer.Typer(rich_markup_mode=None)
 
-_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.*)")
 
 
 def data_set(text: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a checkpoint on held-out data sets: mean with interval, pass@k, majority vote; compare it with another."""
-    from milepost.flows.launch_evaluate import Wanted, launch_evaluation, show_evaluation
+    from milepost.flows.launch_evaluate import Wanted, launch_evaluation
 
     if not (checkpoint or engines_of):
         raise ValueError(
@@ -111,21 +111,22 @@ def evaluate(
         overrides=tuple(set or ()),
         engines_of=engines_of,
     )
-    found, fallen = launch_evaluation(wanted)
+    _show(*launch_evaluation(wanted), as_json=as_json)
+
+
+def resume_evaluation(run: str, root: str, *, as_json: bool) -> None:
+    """Go on with an evaluation, and print what it came to; exit code 3 when it is worse than it may be."""
+    from milepost.flows.launch_evaluate import relaunch_evaluation
+
+    _show(*relaunch_evaluation(run, root), as_json=as_json)
+
+
+def _show(found: dict[str, Any], fallen: str, *, as_json: bool) -> None:
+    from milepost.flows.launch_evaluate import show_evaluation
+
     if as_json:
         print(json.dumps(found))
     else:
         show_evaluation(found)
     if fallen:
         raise typer.Exit(FAULTY)
-
-
-def resume_evaluation(run: str, root: str, *, as_json: bool) -> None:
-    """Go on with an evaluation, and print what it came to."""
-    from milepost.flows.launch_evaluate import relaunch_evaluation, show_evaluation
-
-    found, _ = relaunch_evaluation(run, root)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        show_evaluation(found)

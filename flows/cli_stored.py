@@ -94,7 +94,9 @@ def regrade(
 
 @stored_app.command()
 def lineage(
-    what: Annotated[str, typer.Argument(help="checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID or sample:ID.")],
+    what: Annotated[
+        str, typer.Argument(help="checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID, sample:ID or sample:RUN/ID.")
+    ],
     root: Root = None,
     mermaid: Annotated[bool, typer.Option(help="Print the picture of it as Mermaid text.")] = False,
     as_json: AsJson = False,

@@ -5,7 +5,7 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
 from milepost.flows.cli_options import AsJson, Root
@@ -30,14 +30,17 @@ def status(
     if as_json:
         print(json.dumps(_values(run, place)))
         return
-    view, goes_on = _view(run, place)
+    from milepost.flows.status_view import terminal
+
+    console = terminal()
+    view, goes_on = _view(run, place, console.width)
     if not watch:
-        Console().print(view)
+        console.print(view)
         return
-    with Live(view, auto_refresh=False) as live:
+    with Live(view, console=console, auto_refresh=False) as live:
         while goes_on:
             time.sleep(REFRESH_SECONDS)
-            view, goes_on = _view(run, place)
+            view, goes_on = _view(run, place, console.width)
             live.update(view, refresh=True)
 
 
@@ -53,7 +56,7 @@ def _values(run: str | None, root: str) -> dict[str, object]:
     return {"runs": [asdict(found) | {"eta_seconds": found.eta_seconds} for found in all_statuses(root)]}
 
 
-def _view(run: str | None, root: str) -> tuple[RenderableType, bool]:
+def _view(run: str | None, root: str, width: int) -> tuple[RenderableType, bool]:
     """What to show, and whether it will change."""
     from milepost.flows.run_detail import run_detail
     from milepost.flows.run_status import AT_WORK, all_statuses
@@ -62,9 +65,9 @@ def _view(run: str | None, root: str) -> tuple[RenderableType, bool]:
 
     if run is not None:
         found = run_detail(runs.run_folder(root, run), root)
-        return detail_view(found), found.status.state in AT_WORK
+        return detail_view(found, width), found.status.state in AT_WORK
     statuses = all_statuses(root)
-    return status_table(statuses) if statuses else f"no run in {root} yet: `milepost train` starts one", True
+    return status_table(statuses, width) if statuses else f"no run in {root} yet: `milepost train` starts one", True
 
 
 @watch_app.command()

@@ -18,8 +18,11 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Crashed
 
+from milepost.flows.evaluation_results import is_evaluation
 from milepost.flows.prefect_client import brief_client
-from milepost.storage.lease import Owner, is_gone, is_released, this_process
+from milepost.flows.run_status import run_status
+from milepost.storage.lease import Owner, is_gone, is_released, newest_fence, this_process
+from milepost.storage.runs import RunFolder
 
 LIMIT = 50  # flow runs looked at in one go, the newest first
 
@@ -57,11 +60,10 @@ def end_suspended() -> None:
 
 
 def mark_cancelled() -> None:
-    """End the flow run that calls this, and its step, as cancelled: it was, and no worker is there to say so."""
-    cancelled = Cancelled(message="it was cancelled, and no worker was there to end it: it ended by itself")
+    """End the flow run that calls this, and its step, as cancelled: it was, and no worker has said so."""
+    cancelled = Cancelled(message="it was cancelled, and ended by itself")
     with _never_stops_a_start(), brief_client() as client:
-        _end_below(client, UUID(flow_run.id), cancelled)
-        client.set_flow_run_state(UUID(flow_run.id), cancelled, force=True)
+        _end(client, UUID(flow_run.id), cancelled)
 
 
 def mark_gone(url: str) -> None:
@@ -116,7 +118,18 @@ def _mark(client: SyncPrefectClient, is_dead: Callable[[FlowRun], bool]) -> None
         return
     for run in _open_runs(client, [run.id for run in dead]):
         owner, command = _owner(run), run.labels["milepost.command"]
-        _crash(client, run.id, f"{owner} was killed or lost this run; go on with: {command}")
+        if _provably(_ended_well, run):
+            _end(client, run.id, Completed(message="it ended well while Prefect did not answer"))
+        else:
+            _end(client, run.id, Crashed(message=f"{owner} was killed or lost this run; go on with: {command}"))
+
+
+def _ended_well(run: FlowRun) -> bool:
+    """A run that came to its end under the claim of this flow run. Of an evaluation its gate may have failed."""
+    uri, fence = str(run.labels["milepost.run_uri"]), int(run.labels["milepost.fence"])
+    folder = RunFolder(uri, uri.rpartition("/")[2])
+    done = is_released(uri, fence) and newest_fence(uri) == fence
+    return done and not is_evaluation(folder) and run_status(folder).state == "finished"
 
 
 def _provably(is_dead: Callable[[FlowRun], bool], run: FlowRun) -> bool:
@@ -149,9 +162,8 @@ def _children(client: SyncPrefectClient, run_id: UUID) -> list[FlowRun]:
     return client.read_flow_runs(flow_run_filter=unfinished)
 
 
-def _crash(client: SyncPrefectClient, run_id: UUID, message: str) -> None:
+def _end(client: SyncPrefectClient, run_id: UUID, state: State) -> None:
     """Mark a flow run, after what runs below it: one that is interrupted here is found again."""
-    state = Crashed(message=message)
     _end_below(client, run_id, state)
     client.set_flow_run_state(run_id, state, force=True)
 

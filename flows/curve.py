@@ -32,10 +32,11 @@ class Series:
 
 @dataclass(frozen=True)
 class FigureData:
-    """A figure: its title and its lines."""
+    """A figure: its title and its lines, which are `named` even where there is only one."""
 
     title: str
     series: list[Series]
+    named: bool = False
 
 
 def terminal_curve(values: list[float], title: str, *, width: int = 72, height: int = 14) -> str:
@@ -91,7 +92,7 @@ def svg_figure(figure: FigureData) -> str:
         axes.grid(alpha=0.25, color=INK)
         axes.patch.set_visible(False)
         axes.spines[["top", "right"]].set_visible(False)
-        if len(figure.series) > 1 or figure.series[0].low is not None:
+        if figure.named or len(figure.series) > 1 or figure.series[0].low is not None:
             axes.legend(frameon=False, fontsize=9)
         sink = io.StringIO()
         drawn.savefig(sink, format="svg", transparent=True, metadata={"Date": None})

@@ -26,14 +26,14 @@ from prefect.client.schemas.objects import ConcurrencyLimitConfig
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
-from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 
 from milepost.flows.automations import cron_schedule, ensure_alert, ensure_evaluation, kept_schedules
 from milepost.flows.engine_slots import machine_slots
+from milepost.flows.form import run_form
 from milepost.flows.recipe import load_recipe, recipe_path
 from milepost.flows.train import train
-from milepost.storage.parameters import EnginesSection, Parameters
+from milepost.storage.parameters import EnginesSection
 
 AnyFlow = Flow[..., Any]
 
@@ -74,7 +74,8 @@ def deploy(
         for flow, deployment in wanted:
             deployment.schedules = _schedules(client, deployment, wishes)
             found[deployment.full_name] = deployment.apply(work_pool_name=pool)
-            client.update_deployment(found[deployment.full_name], _strict(flow))
+            form = run_form(flow, deployment.parameters)
+            client.update_deployment(found[deployment.full_name], DeploymentUpdate(parameter_openapi_schema=form))
         _automate(client, found, wishes)
     return found
 
@@ -96,12 +97,6 @@ def _automate(client: SyncPrefectClient, found: Mapping[str, UUID], wishes: Wish
         ensure_alert(client, wishes.webhook)
 
 
-def _strict(flow: AnyFlow) -> DeploymentUpdate:
-    """The form of a flow, which also refuses parameters that the flow does not have."""
-    schema = parameter_schema(flow).model_dump(exclude_unset=True) | {"additionalProperties": False}
-    return DeploymentUpdate(parameter_openapi_schema=schema)
-
-
 def _plain(root: str) -> Iterator[tuple[AnyFlow, RunnerDeployment]]:
     """The deployments of `prefect.yaml`."""
     path = Path(str(package_files("milepost.deployments"))) / "prefect.yaml"
@@ -117,10 +112,10 @@ def _plain(root: str) -> Iterator[tuple[AnyFlow, RunnerDeployment]]:
 
 
 def _of_recipe(name: str, root: str) -> tuple[AnyFlow, RunnerDeployment]:
-    """`train` with a form that a recipe has filled in: every field, as Prefect does not merge sections."""
+    """`train` with a form that a recipe has filled in: every field that is not empty, as Prefect merges no sections."""
     parameters, values = load_recipe(name, [])
     path = recipe_path(name)
-    sections = {section: getattr(parameters, section).model_dump(mode="json") for section in Parameters.model_fields}
+    sections = parameters.model_dump(mode="json", exclude_none=True)
     comment = "\n".join(line.removeprefix("#").removeprefix(" ") for line in _head(path))
     return _deployment(
         train,

@@ -7,22 +7,32 @@ free when its lease ends.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from typing import Literal, TypeVar
+from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
-from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError, concurrency
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 
 from milepost.engines.gpu_placement import has_spare, slots
 from milepost.flows.engine_checks import usable_gpus
+from milepost.flows.polling import polled
+from milepost.flows.prefect_client import brief_client
 from milepost.flows.progress import say
 from milepost.flows.view import is_unreported
 from milepost.storage.parameters import Parameters
 
 LEASE_SECONDS = 60.0
+RENEW_SECONDS = 15.0
 ASK_SECONDS = 2.0
+PATIENCE_SECONDS = 600.0
+
+R = TypeVar("R")
 
 
 def machine_slots() -> int:
@@ -48,63 +58,109 @@ def wanted_slots(parameters: Parameters, *, gpus: bool) -> int:
 async def engine_slots(
     parameters: Parameters, waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 ) -> AsyncIterator[None]:
-    """Hold the slots of a run, `waiting` until they are free; it goes on without them when Prefect does not answer."""
-    limit = await _limit(parameters.engines.pool)
-    occupied = min(limit, wanted_slots(parameters, gpus=usable_gpus() > 0))
-    if not occupied:
+    """Hold the slots of a run, `waiting` until they are free; it goes on without them when Prefect is gone for long."""
+    name = parameters.engines.pool
+    limit = await _answered(partial(_limit, name=name)) if name else 0
+    count = min(limit or 0, wanted_slots(parameters, gpus=usable_gpus() > 0))
+    if not count:
         yield
         return
-    async with contextlib.AsyncExitStack() as held:
-        with _unless_unreported():
-            say(f"this run takes {occupied} of {limit} slots of {parameters.engines.pool!r}, once they are free")
-            with waiting:
-                turn = await _free(parameters.engines.pool, occupied)
-            held.push_async_callback(_give_back, turn)
+    say(f"this run takes {count} of {limit} slots of {name!r}, once they are free")
+    with waiting:
+        held = await _free(name, count)
+    if held is None:
         yield
+        return
+    try:
+        with polled(held.renew, RENEW_SECONDS):
+            yield
+    finally:
+        held.give_back()  # and nothing is awaited: the task may be cancelled for good
 
 
-async def _free(name: str, count: int) -> contextlib.AbstractAsyncContextManager[None]:
-    """So many slots, entered once they are free.
+@dataclass
+class _Held:
+    """Slots under a lease, which a server that was away for longer has let expire."""
+
+    name: str
+    count: int
+    lease: UUID
+
+    def renew(self) -> None:
+        with brief_client() as client:
+            try:
+                client.renew_concurrency_lease(self.lease, LEASE_SECONDS)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != HTTPStatus.GONE:
+                    raise
+                # To be had again unless somebody has taken them since: the next round asks once more.
+                self.lease = _lease(
+                    client.increment_concurrency_slots_with_lease(
+                        names=[self.name], slots=self.count, mode="concurrency", lease_duration=LEASE_SECONDS
+                    )
+                )
+
+    def give_back(self) -> None:
+        try:
+            with brief_client() as client:
+                client.release_concurrency_slots_with_lease(self.lease)
+        except Exception as error:
+            if not is_unreported(error):
+                raise
+
+
+async def _free(name: str, count: int) -> _Held | None:
+    """So many slots, once they are free; None when Prefect is gone for long.
 
     The waiting is done here: a thread of Prefect's that waits for slots keeps a process that is told to end.
     """
-    while True:
-        turn = concurrency(
-            name, occupy=count, max_retries=0, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
-        )
+
+    async def ask(client: PrefectClient) -> _Held | Literal["taken"]:
         try:
-            await turn.__aenter__()
-            return turn
-        except ConcurrencySlotAcquisitionError as error:
-            if not _is_taken(error):
-                raise
-        await asyncio.sleep(ASK_SECONDS)
-
-
-def _is_taken(error: ConcurrencySlotAcquisitionError) -> bool:
-    answer = error.__cause__
-    return isinstance(answer, httpx.HTTPStatusError) and answer.response.status_code == HTTPStatus.LOCKED
-
-
-async def _limit(name: str) -> int:
-    """Slots of the concurrency limit called `name`; 0 when there is none."""
-    if name:
-        with contextlib.suppress(ObjectNotFound), _unless_unreported():
-            async with get_client() as client:
-                found = await client.read_global_concurrency_limit_by_name(name)
-                return found.limit if found.active else 0
-    return 0
-
-
-async def _give_back(turn: contextlib.AbstractAsyncContextManager[None]) -> None:
-    with _unless_unreported():
-        await turn.__aexit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _unless_unreported() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not is_unreported(error):
+            answer = await client.increment_concurrency_slots_with_lease(
+                names=[name], slots=count, mode="concurrency", lease_duration=LEASE_SECONDS
+            )
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == HTTPStatus.LOCKED:
+                return "taken"
             raise
+        return _Held(name, count, _lease(answer))
+
+    while (held := await _answered(ask)) == "taken":
+        await asyncio.sleep(ASK_SECONDS)
+    return held
+
+
+def _lease(answer: httpx.Response) -> UUID:
+    return UUID(answer.json()["lease_id"])
+
+
+async def _limit(client: PrefectClient, name: str) -> int:
+    """Slots of the concurrency limit called `name`; 0 when there is none."""
+    try:
+        found = await client.read_global_concurrency_limit_by_name(name)
+    except ObjectNotFound:
+        return 0
+    return found.limit if found.active else 0
+
+
+async def _answered(ask: Callable[[PrefectClient], Awaitable[R]]) -> R | None:
+    """What Prefect says to that; None, and said so, when it does not answer for long.
+
+    A server that is busy, or started anew, is no reason to take engines that another run has.
+    """
+    begun, is_silent = time.monotonic(), False
+    while True:
+        try:
+            async with get_client() as client:
+                return await ask(client)
+        except Exception as error:
+            if not is_unreported(error):
+                raise
+        if time.monotonic() - begun > PATIENCE_SECONDS:
+            say("Prefect does not answer: this run goes on and takes no slots, other runs may use the same engines")
+            return None
+        if not is_silent:
+            say("Prefect does not answer: this run waits until it says whose turn it is")
+        is_silent = True
+        await asyncio.sleep(ASK_SECONDS)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
+import pyarrow as pa
 from prefect import flow
 from prefect.states import Completed
 from pydantic import Field
@@ -13,9 +14,10 @@ from milepost.flows.best import RemovedCheckpoint
 from milepost.flows.checkpoint import Weights
 from milepost.flows.claim import claimed
 from milepost.flows.evaluation import open_evaluation, run_evaluation
+from milepost.flows.evaluation_baseline import plan_baseline
 from milepost.flows.evaluation_engines import on_own_engines
 from milepost.flows.evaluation_report import write_evaluation_report
-from milepost.flows.evaluation_request import EvaluationPlan, plan_baseline, plan_evaluation
+from milepost.flows.evaluation_request import EvaluationPlan, plan_evaluation
 from milepost.flows.evaluation_results import compare as compare_with
 from milepost.flows.evaluation_results import regressions, summary
 from milepost.flows.outcome import recorded
@@ -25,10 +27,13 @@ from milepost.flows.run_name import made_name
 from milepost.flows.sharing import plan_shared, shared_evaluation
 from milepost.flows.start import Launched
 from milepost.storage import attempts, manifest, runs
-from milepost.storage.evaluated import evaluated
-from milepost.storage.parameters import EvalSet
+from milepost.storage.evaluated import Gate, evaluated, gate_of, keep_gate
+from milepost.storage.parameters import EvalSet, Parameters
 from milepost.storage.runs import RunFolder
+from milepost.storage.tables import TableRef, read_table
 from milepost.storage.weight_version import WeightVersion
+
+NO_GATE = Gate()
 
 
 class Regressed(RuntimeError):
@@ -54,7 +59,7 @@ def stored_weights(folder: RunFolder) -> Weights:
     return Weights(of.label, model_dir, RunFolder(home, of.run), WeightVersion.parse(of.version))
 
 
-async def _work_on(folder: RunFolder, root: str, plan: EvaluationPlan | None) -> None:
+async def _work_on(folder: RunFolder, root: str, plan: EvaluationPlan | None, gate: Gate = NO_GATE) -> None:
     """Begin the evaluation, or go on with it, while this process alone holds it."""
     async with claimed(folder, root) as fence:
         if plan is None:
@@ -63,9 +68,27 @@ async def _work_on(folder: RunFolder, root: str, plan: EvaluationPlan | None) ->
         else:
             weights = plan.weights
             launched = await asyncio.to_thread(open_evaluation, plan, folder, fence=fence)
+        keep_gate(folder, gate)
         if manifest.finished_steps(folder):
             say(f"evaluation {folder.run_id} is finished: nothing is generated again")
         await run_evaluation(launched, partial(on_own_engines, launched, weights))
+
+
+def _as_begun(folder: RunFolder) -> tuple[Parameters, pa.Table]:
+    """The parameters and prompts of an evaluation that goes on."""
+    record = attempts.current(folder)
+    return record.parameters, read_table(TableRef(**record.data["prompts"]))
+
+
+def _gate(folder: RunFolder, compare: str, max_drop: float | None, *, going_on: bool) -> Gate:
+    """What is asked for now, and what was when the evaluation goes on."""
+    before = gate_of(folder) if going_on else NO_GATE
+    return Gate(compare or before.compare, before.max_drop if max_drop is None else max_drop)
+
+
+def _skipped(error: RemovedCheckpoint) -> Any:
+    """The state to end in, which Prefect takes in place of a result."""
+    return Completed(name="Skipped", message=str(error))
 
 
 @flow(name="evaluate", flow_run_name="evaluate {checkpoint} {run}", retries=0)
@@ -101,28 +124,43 @@ async def evaluate(
     root = absolute_root(root)
     run = run or made_name()
     folder = runs.run_folder(root, run)
+    going_on = not (checkpoint or engines_of)
     plan = None
-    if engines_of:
-        plan = plan_shared(engines_of, checkpoint, run, root, sets=evals, config=config, overrides=overrides)
-    elif checkpoint:
-        try:
+    try:
+        if engines_of:
+            plan = plan_shared(engines_of, checkpoint, run, root, sets=evals, config=config, overrides=overrides)
+        elif checkpoint:
             plan = plan_evaluation(checkpoint, run, root, sets=evals, config=config, overrides=overrides)
+        else:
+            stored_weights(folder)  # refuses what is no evaluation, before anybody claims it
+    except RemovedCheckpoint as error:
+        if not skip_removed:
+            raise
+        return _skipped(error)
+    gate, baseline = _gate(folder, compare, max_drop, going_on=going_on), None
+    if gate.compare:
+        like, prompts = (plan.parameters, plan.prompts) if plan else _as_begun(folder)
+        how: dict[str, Any] = {"config": config, "overrides": overrides, "going_on": going_on}
+        baseline = plan_baseline(gate.compare, run, root, like, prompts, **how)
+        gate = Gate(baseline.name, gate.max_drop)
+        if baseline.lacks:
+            say(f"evaluation {baseline.name} has not, and is not compared on: {', '.join(baseline.lacks)}")
+    if plan and engines_of:
+        await shared_evaluation(plan)
+        keep_gate(folder, gate)
+    else:
+        try:
+            await _work_on(folder, root, plan, gate)
         except RemovedCheckpoint as error:
             if not skip_removed:
                 raise
-            return Completed(name="Skipped", message=str(error))  # type: ignore[return-value]  # Prefect takes either
-    like = plan.parameters if plan else attempts.current(folder).parameters
-    baseline = plan_baseline(compare, run, root, like, config=config, overrides=overrides) if compare else None
-    if plan and engines_of:
-        await shared_evaluation(plan)
-    else:
-        await _work_on(folder, root, plan)
-    if baseline and baseline.plan:
+            return _skipped(error)
+    if baseline and (baseline.plan or not manifest.finished_steps(baseline.folder)):
         await _work_on(baseline.folder, root, baseline.plan)
     compared = compare_with(folder, baseline.folder) if baseline else None
     write_evaluation_report(folder)
     found = summary(folder, compared)
-    fallen = [] if max_drop is None else regressions(found["compared"], max_drop)
+    fallen = [] if gate.max_drop is None else regressions(found["compared"], gate.max_drop)
     if fallen:
-        raise Regressed(f"{'; '.join(fallen)}: more than {max_drop:g} may", found)
+        raise Regressed(f"{'; '.join(fallen)}: more than {gate.max_drop:g} may", found)
     return found

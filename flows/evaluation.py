@@ -21,7 +21,7 @@ from milepost.storage import attempts, files, manifest, runs
 from milepost.storage.eval_sets import set_rows
 from milepost.storage.evaluated import Evaluated, evaluated
 from milepost.storage.evaluation_link import evaluation_told
-from milepost.storage.journal import StepStore
+from milepost.storage.journal import Slot, StepStore
 from milepost.storage.manifest import StepManifest
 from milepost.storage.outbox import uid_of
 from milepost.storage.provenance import provenance
@@ -83,6 +83,12 @@ def require_same(plan: EvaluationPlan, folder: RunFolder) -> RunRecord:
 
 def _plans(launched: Launched) -> list[SetPlan]:
     return set_plans(launched.parameters.eval.sets, launched.parameters, launched.record)
+
+
+def shards_scored(launched: Launched) -> int:
+    """How many of them are committed."""
+    store = StepStore(launched.folder.step(0), launched.folder.run_id, 0)
+    return sum(Slot.parse(commit.slot).stage == "score" for commit in store.commits())
 
 
 Scoring = Callable[[], Awaitable[None]]

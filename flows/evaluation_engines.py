@@ -2,6 +2,8 @@
 
 import asyncio
 
+from prefect.runtime import flow_run
+
 from milepost.engines.fleet import Fleet, fleet
 from milepost.engines.protocols import WeightSource, WeightVersion
 from milepost.engines.stored_weights import StoredWeights, model_folder_weights
@@ -9,10 +11,11 @@ from milepost.flows.checkpoint import Weights
 from milepost.flows.checkpoint_weights import exported_weights
 from milepost.flows.claim import queued
 from milepost.flows.engine_slots import engine_slots
-from milepost.flows.evaluation import score_all, shard_count
+from milepost.flows.evaluation import score_all, shard_count, shards_scored
 from milepost.flows.evaluation_request import COURSE
-from milepost.flows.progress import progress_bar
+from milepost.flows.progress import progress_bar, say
 from milepost.flows.ray_cluster import joined_ray
+from milepost.flows.run_logs import logged
 from milepost.flows.start import Launched
 from milepost.flows.supervision import Restarts, on_new_engines, supervised
 from milepost.tasks.sync import push_weights
@@ -20,7 +23,7 @@ from milepost.tasks.sync import push_weights
 
 async def on_own_engines(launched: Launched, weights: Weights) -> None:
     """The sets, on new engines each time that something other than a rollout engine dies or hangs."""
-    with joined_ray():
+    with logged(launched.folder, str(flow_run.id or "")), joined_ray():
         # Before there are slots to hold: it may need some for itself.
         source = await exported_weights(weights, launched.folder.run_id)
         async with engine_slots(launched.parameters, queued(launched.folder, launched.fence)):
@@ -31,9 +34,12 @@ async def _on_engines(launched: Launched, weights: Weights, source: WeightSource
     restarts = Restarts(launched.parameters.engines.max_restarts)
 
     async def attempt() -> None:
+        rollout, sets = launched.parameters.engines.rollout, len(launched.parameters.eval.sets)
+        say(f"engines of {launched.folder.run_id} start: {rollout} generates, for {sets} data sets of {weights.label}")
         with fleet(launched.folder.run_id, launched.parameters, weights.model_dir, course=COURSE) as engines:
             version = await hand_out(weights, source, launched, engines)
-            with progress_bar(launched.folder.run_id, shard_count(launched)) as advance:
+            count, begin = shard_count(launched), shards_scored(launched)
+            with progress_bar(launched.folder.run_id, count, begin=begin) as advance:
                 scoring = score_all(launched, engines, version, advance=advance)
                 await supervised(scoring, launched, engines, restarts)
 

@@ -12,20 +12,15 @@ from pydantic import ValidationError
 from milepost.engines.sglang_flags import check_sglang
 from milepost.flows.checkpoint import Weights, find_weights
 from milepost.flows.engine_checks import check_engines, check_gpus
-from milepost.flows.evaluation_results import is_evaluation, require_evaluation, shared_sets
 from milepost.flows.plan import check_lengths, check_names, check_size
 from milepost.flows.planned_prompts import load_sets
 from milepost.flows.recipe import parameters_of, read_recipe, with_overrides
-from milepost.storage import attempts, files, runs
+from milepost.storage import attempts, files
 from milepost.storage.eval_sets import check_sets, eval_sets, named
 from milepost.storage.parameters import EvalSection, EvalSet, ModelSection, Parameters, SyncSection
-from milepost.storage.runs import RunFolder
 from milepost.storage.stages import Course
 from milepost.storage.weight_version import WeightVersion
 from milepost.tasks.evaluate import set_plan
-from milepost.tasks.prompt_reward import chosen as chosen_reward
-from milepost.tasks.prompt_reward import of_eval_set
-from milepost.tasks.reward_choice import RewardChoice
 
 RUN_KEYS = ("run", "root", "steps")
 COURSE = Course(last="score")
@@ -75,10 +70,11 @@ def plan_of(
     """An evaluation of `weights`.
 
     Parameters are those of the run that they are of, then the recipe's, then `overrides`; `sampling` replaces values of
-    every set. What is to be compared with an evaluation is put, answered and scored `like` it.
+    every set. What is to be compared with an evaluation is put, answered and scored `like` it, and weights of no run
+    are on engines like its.
     """
     model_config = json.loads(Path(weights.model_dir, "config.json").read_text())
-    given = _given(weights, config, overrides)
+    given = _given(weights, config, overrides, like)
     if like is not None:
         given |= {name: getattr(like, name).model_dump() for name in SCORED_BY}
         given["model"] = {**given.get("model", {}), "context_length": like.model.context_length}
@@ -97,50 +93,6 @@ def evaluation_name(run: str, version: WeightVersion, sets: Sequence[EvalSet], s
     return f"{run[:NAME_ROOM]}-at-{version.step:06d}-{files.digest_of(files.canonical_json(what).encode())[:8]}"
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """What an evaluation is compared with: a finished one, or one that is still to be made, by `plan`."""
-
-    folder: RunFolder
-    plan: EvaluationPlan | None = None
-
-
-def plan_baseline(
-    compare: str, run: str, root: str, like: Parameters, *, config: str = "", overrides: Sequence[str] = ()
-) -> Baseline:
-    """The evaluation called `compare`, or one of that checkpoint on the sets of the evaluation `like` which it is."""
-    sets = like.eval.sets
-    if compare in [folder.run_id for folder in runs.run_folders(root)]:
-        folder = runs.run_folder(root, compare)
-        if is_evaluation(folder):
-            require_evaluation(folder)
-            _require_same_rewards(like, folder, shared_sets([item.name for item in sets], folder))
-            return Baseline(folder)
-    name = f"{run}-baseline"
-    plan = plan_evaluation(compare, name, root, sets=sets, config=config, overrides=overrides, like=like)
-    return Baseline(runs.run_folder(root, name), plan)
-
-
-def _require_same_rewards(like: Parameters, before: RunFolder, shared: Sequence[str]) -> None:
-    """ValueError for a set whose scores there say something else than here."""
-    here, there = _rewards(like), _rewards(attempts.current(before).parameters)
-    for name in shared:
-        if here[name] != there[name]:
-            raise ValueError(
-                f"evaluation {before.run_id!r} scored {name!r} by {_said(there[name])}, this one does by "
-                f"{_said(here[name])}: give it the same reward, or a checkpoint to compare with"
-            )
-
-
-def _rewards(parameters: Parameters) -> dict[str, RewardChoice]:
-    return {item.name: chosen_reward(of_eval_set(item, parameters.reward)) for item in parameters.eval.sets}
-
-
-def _said(choice: RewardChoice) -> str:
-    """A reward with what tells it from another of its name."""
-    return " + ".join(f"{part.name} {dict(part.options) or ''}".strip() for part in choice.parts)
-
-
 def checked_set(values: Mapping[str, Any]) -> EvalSet:
     """A set of these values; ValueError in one sentence for the first that is wrong."""
     try:
@@ -150,8 +102,8 @@ def checked_set(values: Mapping[str, Any]) -> EvalSet:
         raise ValueError(f"{first['loc'][0]} is {first['input']!r}: {first['msg'].lower()}") from None
 
 
-def _given(weights: Weights, config: str, overrides: Sequence[str]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
+def _given(weights: Weights, config: str, overrides: Sequence[str], like: Parameters | None) -> dict[str, Any]:
+    content: dict[str, Any] = like.model_dump(mode="json", exclude={"model"}) if like else {}
     if weights.run is not None:
         content = attempts.current(weights.run).parameters.model_dump(mode="json")
         # Servers that the run attached to are the run's: loading other weights into them would be its end.

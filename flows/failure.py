@@ -4,6 +4,10 @@ import signal
 
 from milepost.storage.redaction import masked_text
 
+GONE = (
+    "whoever started this process is gone, and nobody reads what it says: go on with the deployment `resume`, or "
+    "`milepost resume`"
+)
 TERMINATED = 128 + signal.SIGTERM  # the exit code of a command that ended in good order because it was told to
 
 

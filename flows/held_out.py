@@ -46,10 +46,9 @@ async def evaluate(launched: Launched, version: WeightVersion, router_url: str, 
     assert launched.eval_prompts is not None
     plans = set_plans(eval_sets(launched.parameters.eval), launched.parameters, launched.record)
     store, prompts = _store(launched, version), launched.eval_prompts
+    # No edge leads here from the step before: Prefect's pages cannot show a task that waits for a flow.
     scores = [
-        await evaluate_set(
-            prompts, plan, weight_version=str(version), router_url=router_url, store=store, wait_for=[version]
-        )
+        await evaluate_set(prompts, plan, weight_version=str(version), router_url=router_url, store=store)
         for plan in plans
     ]
     watch.tracker.evaluated(version, scores)
@@ -157,7 +156,7 @@ class HeldOut:
             return None
         going, self._going = self._going, None
         if not going.task.done():
-            say(f"the weights after {going.version.step} steps are still being evaluated: the run waits for it")
+            say(f"the weights of step {going.version.step} are still being evaluated: the run waits for it")
         try:
             await going.task
         except Exception as error:  # it may be inside a group; whatever a new engine may not do is raised on
@@ -166,7 +165,7 @@ class HeldOut:
                 raise
             self._spare = None
             say(
-                f"{sentence(cause)}; the weights after {going.version.step} steps are not evaluated, later ones are "
+                f"{sentence(cause)}; the weights of step {going.version.step} are not evaluated, later ones are "
                 "between two steps"
             )
             return going.version

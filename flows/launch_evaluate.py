@@ -9,7 +9,8 @@ from rich.table import Table
 
 from milepost.flows.evaluate import Regressed, evaluate
 from milepost.flows.evaluation import require_same
-from milepost.flows.evaluation_request import checked_set, plan_baseline, plan_evaluation
+from milepost.flows.evaluation_baseline import plan_baseline
+from milepost.flows.evaluation_request import checked_set, plan_evaluation
 from milepost.flows.failure import sentence
 from milepost.flows.launch import work
 from milepost.flows.progress import say
@@ -49,7 +50,7 @@ def launch_evaluation(wanted: Wanted) -> Found:
         if files.exists(folder.record):
             require_same(plan, folder)
     if wanted.compare:
-        plan_baseline(wanted.compare, wanted.run, wanted.root, plan.parameters, **options)
+        plan_baseline(wanted.compare, wanted.run, wanted.root, plan.parameters, plan.prompts, **options)
     return _work(
         folder,
         wanted.root,
@@ -69,7 +70,7 @@ def launch_evaluation(wanted: Wanted) -> Found:
 
 
 def relaunch_evaluation(run: str, root: str) -> Found:
-    """Go on with an evaluation that was stopped."""
+    """Go on with an evaluation that was stopped, as far as to the comparison that was asked for."""
     return _work(runs.run_folder(root, run), root, lambda: evaluate(checkpoint="", run=run, root=root))
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -43,9 +44,9 @@ class Launch:
     ready_file: str = ""
 
 
-def prefect_launch() -> Launch:
-    """The Prefect server of `up`, with its pages."""
-    return _prefect("prefect", _port(PREFECT_PORT), [])
+def prefect_launch(former: str = "") -> Launch:
+    """The Prefect server of `up`, with its pages; where the `former` one was, if it has died."""
+    return _prefect("prefect", _port(PREFECT_PORT, former), [])
 
 
 def own_prefect_launch() -> Launch:
@@ -74,7 +75,7 @@ def _prefect(name: str, port: int, options: list[str]) -> Launch:
     return Launch(name, command, environment, f"{base}/api", f"{base}/api/health")
 
 
-def mlflow_launch(root: str) -> Launch:
+def mlflow_launch(root: str, former: str = "") -> Launch:
     """An MLflow server over the database in `root`, in two processes where the default starts ten."""
     folder = local_folder(root)
     try:
@@ -82,7 +83,7 @@ def mlflow_launch(root: str) -> Launch:
     except OSError as error:
         raise ValueError(f"root {root!r} cannot hold MLflow's database ({error}): choose another folder") from error
     store = sqlite_uri(folder)
-    port = _port(MLFLOW_PORT)
+    port = _port(MLFLOW_PORT, former)
     url = f"http://{HOST}:{port}"
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
@@ -133,5 +134,7 @@ def local_folder(root: str) -> str:
     return os.path.abspath(files.filesystem(root)[1]) if files.is_local(root) else str(service_state.state_folder())
 
 
-def _port(preferred: int) -> int:
-    return preferred if service_state.port_is_free(preferred) else service_state.free_ports(1)[0]
+def _port(preferred: int, former: str) -> int:
+    """The port of the former address, where others still look for it, else the preferred one, else any free one."""
+    wanted = [port for port in (urlsplit(former).port, preferred) if port and service_state.port_is_free(port)]
+    return wanted[0] if wanted else service_state.free_ports(1)[0]

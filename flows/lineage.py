@@ -16,17 +16,18 @@ from milepost.storage.parent import course_of
 from milepost.storage.taught import TAUGHT, last_step, taught
 from milepost.storage.touches import Touch, touches
 
-_CHECKPOINT = re.compile(r"checkpoint:(?P<run>.+)@(?P<version>\d+|best|latest)")
-FORMS = "checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID or sample:ID"
+_CHECKPOINT = re.compile(r"checkpoint:(?P<run>.+)@(?P<version>[0-9]+|best|latest)")
+FORMS = "checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID, sample:ID or sample:RUN/ID"
 SHOWN = 12  # steps, or prompts, of a list on the terminal
 
 
 @dataclass(frozen=True)
 class Touched:
-    """What was asked for, and every run that has it."""
+    """What was asked for, and every run that has it; `note` says what the answer alone may hide."""
 
     what: str
     runs: list[Touch]
+    note: str = ""
 
 
 def answer(what: str, root: str) -> Ancestry | Touched:
@@ -47,8 +48,19 @@ def answer(what: str, root: str) -> Ancestry | Touched:
     if colon and name and kind == "prompt":
         return Touched(what, touches(root, "prompt", name))
     if colon and name and kind == "sample":
-        return Touched(what, touches(root, "sample", name))
+        return _of_sample(what, name, root)
     raise ValueError(f"{what!r} is nothing that has a lineage: give {FORMS}")
+
+
+def _of_sample(what: str, name: str, root: str) -> Touched:
+    """Runs number their samples alike: an id names one sample in each of them."""
+    run, slash, own = name.partition("/")
+    if slash and run in [folder.run_id for folder in runs.run_folders(root)]:
+        return Touched(what, touches(root, "sample", own, run=run))
+    found = touches(root, "sample", name)
+    made = [touch.run for touch in found if touch.served]
+    note = "each run has a sample of its own under this id, unless it has taken the stages of another run"
+    return Touched(what, found, f"{note}: ask for one as sample:{made[0]}/{name}" if len(made) > 1 else "")
 
 
 def as_json(found: Ancestry | Touched) -> dict[str, Any]:
@@ -126,6 +138,8 @@ def _listed(steps: list[int]) -> str:
 
 def _touched(found: Touched) -> Tree:
     tree = Tree(f"[bold]{found.what}[/]")
+    if found.note:
+        tree.add(found.note)
     for touch in found.runs:
         begun = f", which began with {touch.parent}" if touch.inherited else ""
         branch = tree.add(f"run {touch.run}{begun}")

@@ -8,12 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from milepost.flows.run_status import AT_WORK, QUEUED, run_status
 from milepost.storage import lease, runs
 from milepost.storage.process_logs import Entry, Tail, replaced
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 
 POLL_SECONDS = 0.5
+STOPS = "the run stops: "  # how flows/run_logs.py begins the last word of a run that does not come to its end
 GRACE_SECONDS = 3.0  # in which the next attempt at a run may begin
 LEVELS = ("debug", "info", "warning", "error")
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
@@ -26,15 +28,40 @@ def chosen(folder: RunFolder, *, process: str, level: str, follow: bool) -> Iter
         raise ValueError(f"level {level!r} is none of {', '.join(LEVELS)}")
     known = [path.name.removesuffix(".log") for path in sorted(Path(folder.logs).glob("*.log"))]
     if not known and not follow:
-        raise LookupError(
-            f"no process of run {folder.run_id!r} has logged into {folder.logs}: look on the machine that has its "
-            "workspace, or set MILEPOST_WORKSPACE as it was for the run"
-        )
+        raise LookupError(_nothing_logged(folder))
     if process and process not in known and not follow:
         raise LookupError(f"no process {process!r} has logged{nearest(process, known) or f'; known: {known}'}")
     least = logging.getLevelNamesMapping()[level.upper()]
     entries = _followed(folder) if follow else iter(_written(folder, Tail(folder.logs)))
     return (entry for entry in entries if entry.level >= least and process in ("", entry.process))
+
+
+def _nothing_logged(folder: RunFolder) -> str:
+    """What to say of a run without logs. A run on a local folder logs into it, any other into a workspace."""
+    if folder.workspace != folder.uri:
+        return (
+            f"no process of run {folder.run_id!r} has logged into {folder.logs}: look on the machine that has its "
+            "workspace, or set MILEPOST_WORKSPACE as it was for the run"
+        )
+    state = run_status(folder).state
+    begun = f"run {folder.run_id!r} is {state} and has logged nothing yet"
+    if state == QUEUED:
+        return f"{begun}: it waits for its turn on the engines, and `milepost logs {folder.run_id} -f` waits with it"
+    if state in AT_WORK:
+        return f"{begun}: `milepost logs {folder.run_id} -f` shows what comes"
+    return f"{begun}: `milepost status {folder.run_id}` shows more"
+
+
+def stop_reason(folder: RunFolder) -> str:
+    """Why the last process of a run ended, in the words of its own log; empty where none says so."""
+    fence = lease.newest_fence(folder.uri)
+    since = lease.read_claim(folder.uri, fence).claimed_at if fence else 0.0
+    said = [
+        entry.message.removeprefix(STOPS).splitlines()[0]
+        for entry in Tail(folder.logs).read()
+        if entry.process == "flow" and entry.message.startswith(STOPS) and entry.time >= since
+    ]
+    return said[-1] if said else ""
 
 
 def _followed(folder: RunFolder) -> Iterator[Entry]:

@@ -4,6 +4,7 @@ import time
 from contextlib import ExitStack
 
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
 
 from milepost.engines.fleet import Fleet, fleet
 from milepost.engines.gpu_placement import shares_gpus
@@ -14,7 +15,6 @@ from milepost.flows.other_models import other_models
 from milepost.flows.progress import Advance, progress_bar, say, step_text
 from milepost.flows.ray_cluster import joined_ray
 from milepost.flows.report_delivery import report_at_end
-from milepost.flows.run_logs import logged
 from milepost.flows.run_page import shown
 from milepost.flows.services import running
 from milepost.flows.start import Launched
@@ -94,6 +94,7 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
 
     async def attempt() -> None:
         run, parameters = launched.folder.run_id, launched.parameters
+        say(f"engines of {run} start: {parameters.engines.train} trains, {parameters.engines.rollout} generates")
         with fleet(run, parameters, model_dir, others=others, course=course) as engines:
             async with stacks_kept(launched):
                 steps = run_steps(launched, engines, tracker, advance, restarts)
@@ -102,13 +103,19 @@ async def run_engines(launched: Launched, tracker: Tracker, advance: Advance) ->
     await on_new_engines(attempt, restarts)
 
 
+def _page() -> str:
+    """Where the flow run is shown, by a server that has pages."""
+    api, served = str(PREFECT_API_URL.value() or ""), running().prefect_url
+    return f", on {flow_run.ui_url}" if api == served else ""
+
+
 async def run_training(launched: Launched) -> None:
     """Start engines, train to the last step, and leave nothing running."""
     uri = tracking_uri(launched.parameters.tracking, root=launched.root, running_url=running().mlflow_url)
     begun = len(manifest.finished_steps(launched.folder))
+    say(f"run {launched.folder.run_id}: steps {begun} to {launched.record.steps}, into {launched.folder.uri}{_page()}")
     with ExitStack() as stack:
         shown_as = str(flow_run.id or "")
-        stack.enter_context(logged(launched.folder, shown_as))
         tracker = stack.enter_context(open_tracker(launched, uri=uri, flow_run_id=shown_as))
         stack.callback(report_at_end, launched.folder, tracker, shown_as)
         stack.enter_context(shown(launched.folder, launched.root, steps=launched.record.steps, flow_run_id=shown_as))

@@ -1,17 +1,24 @@
 """What a flow came to, whatever Prefect could be told of it: its own errors take the place of the flow's."""
 
+import asyncio
 import functools
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, ExternalSignal, PrefectSignal, TerminationSignal
 
 from milepost.flows.cancelling import cancel_heard
+from milepost.flows.failure import GONE, RunFailed
+from milepost.flows.prefect_client import prefect_answers
 from milepost.flows.sigterm import Heard, heard
+
+PATIENCE_SECONDS = 600.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,12 +56,15 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
             try:
                 async with cancel_heard(sigterm):
                     outcome.result = result = await body(*args, **kwargs)
+                outcome.done = True
+                await until_told()
             except BaseException as error:  # a cancellation is an outcome too
-                outcome.error = signal_in(error) or _reason(sigterm) or error
+                outcome.error = signal_in(error) or _reason(sigterm) or _unheard(error) or error
+                if isinstance(outcome.error, Exception):
+                    await until_told()
                 if outcome.error is error:
                     raise
                 raise outcome.error from None
-        outcome.done = True
         return result
 
     return record
@@ -65,6 +75,22 @@ def _reason(heard: Heard) -> BaseException | None:
     if heard.came:
         return TerminationSignal(signal.SIGTERM)
     return Abort("it was cancelled on its page") if heard.cancelled else None
+
+
+def _unheard(error: BaseException) -> RunFailed | None:
+    """What Prefect's console raises when nobody reads it any more: its worker, or a terminal, was killed."""
+    return RunFailed(GONE) if isinstance(error, SystemExit) and error.code == 1 else None
+
+
+async def until_told() -> None:
+    """Wait until Prefect can be told how a worker's flow ended, or for long: it would be shown as crashed else."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    if flow_run is None or flow_run.deployment_id is None or flow_run.parent_task_run_id is not None:
+        return
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not await prefect_answers() and time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
 
 
 def signal_in(error: BaseException) -> BaseException | None:

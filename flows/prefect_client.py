@@ -1,5 +1,6 @@
 """How flows in this process speak to Prefect: where it is, how long they wait for it, and what they say of it."""
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -23,6 +24,7 @@ DRAIN_SECONDS = 10.0
 RETRIES = 2  # of a request, 2 and 4 s apart: a run goes on without Prefect, and should soon
 REQUEST_SECONDS = 15.0
 BRIEF_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
 
 
 def client_environment() -> dict[str, str]:
@@ -39,6 +41,11 @@ def brief_client() -> Iterator[SyncPrefectClient]:
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
         with get_client(httpx_settings={"timeout": BRIEF_SECONDS}, sync_client=True) as client:
             yield client
+
+
+async def prefect_answers() -> bool:
+    url = f"{PREFECT_API_URL.value()}/health"
+    return await asyncio.to_thread(service_state.answers, url, timeout_seconds=ANSWER_SECONDS)
 
 
 @contextlib.contextmanager

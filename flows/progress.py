@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from milepost.flows.failure import RunFailed
+from milepost.flows.failure import GONE, RunFailed
 from milepost.storage.process_logs import SAID
 
 LINE_SECONDS = 1.0
@@ -25,8 +25,7 @@ def _tell(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:  # a worker or terminal that was killed
-        gone = "whoever started this process is gone, and nobody reads what it says"
-        raise RunFailed(f"{gone}: go on with the deployment `resume`, or `milepost resume`") from None
+        raise RunFailed(GONE) from None
 
 
 class Advance(Protocol):

@@ -4,6 +4,7 @@ Each has one key a run. A flow run has one of each, which is replaced when the r
 """
 
 import base64
+from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -40,18 +41,28 @@ def _curve(folder: RunFolder) -> str:
     return f"![mean reward by step](data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()})"
 
 
-def link(folder: RunFolder) -> str:
-    """Where the file is. Browsers follow a local address only when it is pasted."""
-    address = f"file://{folder.report}" if files.is_local(folder.report) else folder.report
-    return f"[{folder.report}]({address})"
+def way(folder: RunFolder, page: str) -> str:
+    """How to see the whole report: on `page`, if there is one. Browsers follow no link to a file, from no page."""
+    if page:
+        return f"[the whole report, in MLflow]({page})\n\nIts file is `{folder.report}`."
+    if files.is_local(folder.report):
+        return f"The whole report is a file. Paste this into the address bar:\n\n`{_address(folder.report)}`"
+    return f"The whole report is `{folder.report}`."
 
 
-def show(folder: RunFolder, flow_run: UUID | None = None) -> None:
-    """Put both artifacts on the page of a flow run; without one, on the page that showed them last."""
+def _address(path: str) -> str:
+    return path if "://" in path else Path(path).absolute().as_uri()
+
+
+def show(folder: RunFolder, flow_run: UUID | None = None, page: str = "") -> None:
+    """Put both artifacts on the page of a flow run; without one, on the page that showed them last.
+
+    `page` is where MLflow shows the whole report.
+    """
     with get_client(sync_client=True) as client:
         for name, data, description in (
             ("report", markdown(folder), f"Report of run {folder.run_id}"),
-            ("report-file", link(folder), f"The whole report of run {folder.run_id}"),
+            ("report-file", way(folder, page), f"The whole report of run {folder.run_id}"),
         ):
             _put(client, artifact_key(folder.run_id, name), data, description, flow_run)
 

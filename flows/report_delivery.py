@@ -17,7 +17,7 @@ from milepost.storage import attempts, redaction, runs
 from milepost.storage.lease import LeaseHeld, hold
 from milepost.storage.lineage import Lineage
 from milepost.storage.lineage_records import report_record
-from milepost.storage.outbox import Outbox, deliver
+from milepost.storage.outbox import DeliveryFailed, Outbox, deliver, uid_of
 from milepost.storage.parameters import TrackingSection
 from milepost.storage.runs import RunFolder
 
@@ -32,7 +32,7 @@ def report_at_end(folder: RunFolder, tracker: Tracker, flow_run: str) -> None:
         say(f"the report of run {folder.run_id!r} was not written: {error}")
         return
     if flow_run and answers(f"{PREFECT_API_URL.value()}/health", timeout_seconds=ANSWER_SECONDS):
-        _show(folder, UUID(flow_run))
+        _show(folder, UUID(flow_run), _page(folder, tracker.lineage))
 
 
 def report_now(root: str, run: str) -> str:
@@ -42,13 +42,34 @@ def report_now(root: str, run: str) -> str:
     _tell_mlflow(folder, root, services.mlflow_url)
     if services.prefect_url:
         with prefect_client(services.prefect_url, "CRITICAL", drain=False):
-            _show(folder, None)
+            _show(folder, None, _page(folder, _lineage(folder, root, services.mlflow_url)))
     return page
 
 
-def _show(folder: RunFolder, flow_run: UUID | None) -> None:
+def _lineage(folder: RunFolder, root: str, running_url: str | None) -> Lineage | None:
+    """Where the run is tracked; None where it is not, or a secret of the address is not known here."""
+    tracking = attempts.current(folder).parameters.tracking
     try:
-        report_artifact.show(folder, flow_run)
+        tracking = TrackingSection(**redaction.resolved(tracking.model_dump()))
+    except (ValueError, LookupError):
+        return None
+    uri = tracking_uri(tracking, root=root, running_url=running_url)
+    return Lineage(uri, experiment=tracking.experiment) if tracking.enabled else None
+
+
+def _page(folder: RunFolder, lineage: Lineage | None) -> str:
+    """Where MLflow shows the report; empty where no server of it answers."""
+    if lineage is None or not answers(f"{lineage.tracking_uri}/health", timeout_seconds=ANSWER_SECONDS):
+        return ""
+    try:
+        return lineage.report_page(uid_of(folder.outbox))
+    except DeliveryFailed:
+        return ""
+
+
+def _show(folder: RunFolder, flow_run: UUID | None, page: str) -> None:
+    try:
+        report_artifact.show(folder, flow_run, page)
     except (httpx.HTTPError, PrefectException) as error:
         say(f"Prefect does not show the report: {error or type(error).__name__}")
 

@@ -81,6 +81,6 @@ def figures(folder: RunFolder, steps: list[StepManifest], evaluations: list[Eval
         ),
         FigureData("staleness", [staleness] if trained else []),
         FigureData("seconds by stage", [_of_metric(steps, name, name.removeprefix("time/")) for name in stages]),
-        FigureData("prompts by how they ended", [_of_counts(steps, name) for name in classes]),
+        FigureData("prompts by how they ended", [_of_counts(steps, name) for name in classes], named=True),
     ]
     return [figure for figure in drawn if any(series.values for series in figure.series)]

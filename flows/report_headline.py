@@ -33,7 +33,10 @@ def headline(folder: RunFolder) -> list[tuple[str, str]]:
             ("newest checkpoint", next((step.checkpoint for step in reversed(steps) if step.checkpoint), "none"))
         )
     rows += [(f"{name} checkpoint", text) for name, text in best_line(folder, record.parameters.checkpoint).items()]
-    rows += [(f"stopped after step {stop.after}", f"{stop.reason} ({stop.rule})") for stop in stops.stops(folder)]
+    rows += [
+        (f"stopped after {stop.after} of {record.steps} steps", f"{stop.reason} ({stop.rule})")
+        for stop in stops.stops(folder)
+    ]
     return rows
 
 

@@ -37,13 +37,23 @@ def latest_evaluation(folder: RunFolder) -> Evaluation | None:
     return next((evaluation for evaluation in found if evaluation), None)
 
 
+def own_score(folder: RunFolder) -> float | None:
+    """The score of a run that is an evaluation, on its first data set; None for any other run."""
+    found = _scored(folder.step(0), 0)
+    return found.mean if found else None
+
+
 def _begun(folder: RunFolder) -> list[int]:
     return [int(name) for name in files.names(files.join(folder.uri, "evals")) if name.isdigit()]
 
 
 def _evaluation(folder: RunFolder, step: int) -> Evaluation | None:
-    """None for one that has not ended."""
-    commit = files.join(evaluation_folder(folder, step), "journal", "evaluate-r0.json")
+    return _scored(evaluation_folder(folder, step), step)
+
+
+def _scored(place: str, step: int) -> Evaluation | None:
+    """The evaluation that is stored at `place`; None for one that has not ended."""
+    commit = files.join(place, "journal", "evaluate-r0.json")
     if not files.exists(commit):
         return None
     record = files.read_json(commit)["record"]

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from prefect.exceptions import Pause
+
 from milepost.engines.actor_logs import logs_in
 from milepost.flows.failure import sentence
+from milepost.flows.outcome import signal_in
 from milepost.flows.polling import polled
 from milepost.storage.process_logs import SAID, Entry, Tail, log_handler
 from milepost.storage.runs import RunFolder
@@ -32,8 +35,11 @@ def logged(folder: RunFolder, flow_run_id: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:  # also Ctrl-C and a cancellation; whoever started the run tells people
-            level = logging.ERROR if isinstance(error, Exception) else logging.INFO
-            SAID.log(level, "the run stops: %s", sentence(error))
+            reason = signal_in(error) or error
+            if isinstance(reason, Exception):
+                SAID.error("the run stops: %s", sentence(reason))
+            else:
+                SAID.info("the run stops: it was %s", "suspended" if isinstance(reason, Pause) else "told to")
             raise
 
 

@@ -6,6 +6,7 @@ waits for it, and a run whose Prefect is gone goes on; what is missed is shown w
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ POLL_SECONDS = 5.0
 SHOWN_STEPS = 20
 CURVE_POINTS = 200
 SHOWN_SAMPLES = 4  # of each kind
-EXCERPT = 160  # characters of a response
+EXCERPT = 50  # characters of a prompt or a response
+LABEL_EXCERPT = 20
 
 
 @dataclass
@@ -73,13 +75,14 @@ class RunPage:
         if not values:
             return
         uri = f"data:image/svg+xml;base64,{base64.b64encode(picture(values, found, name).encode()).decode()}"
-        text = f"![{name} by step]({uri})\n\nThe report of the run is written at its end: `{self.folder.report}`"
+        text = f"![{name} by step]({uri})\n\nOnce the run has ended its report is `{self.folder.report}`"
         about = f"mean {name}: first {figure(values[0])}, last {figure(values[-1])}"
         yield Artifact(name, "markdown", text, about)
 
     def _samples(self) -> Iterator[Artifact]:
-        if self._closed and (rows := ends(self.folder, self.root, self._closed[-1])):
-            about = f"of step {self._closed[-1].step}: the worst and the best"
+        if self._closed and (rows := ends(self._closed[-1])):
+            see = f"`milepost show {self.folder.run_id} --root {self.root} --sample SAMPLE`"
+            about = f"of step {self._closed[-1].step}: the worst and the best; {see} shows all of one"
             yield Artifact("samples", "table", json.dumps(rows), about)
 
 
@@ -94,9 +97,9 @@ def picture(values: list[float], found: list[Evaluation], name: str) -> str:
     return svg.replace("<svg ", '<svg style="background:white" ', 1)
 
 
-def ends(folder: RunFolder, root: str, closed: StepManifest) -> list[dict[str, Any]]:
-    """The worst and the best samples of a step, with the beginning of each response and how to see all of it."""
-    wanted = ["sample_id", "reward", "status", "response"]
+def ends(closed: StepManifest) -> list[dict[str, Any]]:
+    """The worst and the best samples of a step, with the beginning of each prompt and response."""
+    wanted = ["sample_id", "reward", "status", "prompt", "label", "response"]
     tables = [
         ref for entry in closed.commits if entry["slot"].startswith("filter-") for ref in entry["tables"].values()
     ]
@@ -113,11 +116,38 @@ def ends(folder: RunFolder, root: str, closed: StepManifest) -> list[dict[str, A
             "kind": kind,
             "reward": figure(row["reward"]),
             "status": row["status"],
-            "response": row["response"][:EXCERPT],
-            "see it": f"milepost show {folder.run_id} --sample {row['sample_id']} --root {root}",
+            "sample": inert(row["sample_id"]),
+            "label": inert(excerpt(as_text(json.loads(row["label"])), LABEL_EXCERPT)),
+            "prompt": inert(excerpt(prompt_text(json.loads(row["prompt"])), EXCERPT)),
+            "response": inert(excerpt(row["response"], EXCERPT)),
         }
         for kind, row in chosen
     ]
+
+
+def prompt_text(prompt: Any) -> str:
+    """What a prompt asks: of messages the last one."""
+    return as_text(prompt[-1].get("content")) if isinstance(prompt, list) and prompt else as_text(prompt)
+
+
+def as_text(value: Any) -> str:
+    """A string as it is, and any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def excerpt(text: str, most: int) -> str:
+    """The beginning of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most].rstrip()}..."
+
+
+def inert(text: str) -> str:
+    """Markdown that shows one line of text as it is, whatever is in it: code between more backticks than it has."""
+    if not text.strip():
+        return ""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {text} {fence}" if longest else f"{fence}{text}{fence}"
 
 
 @contextmanager

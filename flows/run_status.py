@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from milepost.flows.results import latest_evaluation
+from milepost.flows.results import latest_evaluation, own_score
 from milepost.flows.suspended import since_suspended
 from milepost.storage import attempts, files, lease, manifest, runs, stops
 from milepost.storage.journal import Commit, StepStore
@@ -84,7 +84,7 @@ def _status(folder: RunFolder) -> RunStatus:
         done=done,
         steps=steps,
         reward=closed.metrics.get("rollout/reward") if closed else None,
-        accuracy=evaluated.mean if evaluated else None,
+        accuracy=evaluated.mean if evaluated else own_score(folder),
         committed_at=committed_at(folder, done),
         step_seconds=step_seconds(folder, done) if state == "running" else None,
         stopped=reason,

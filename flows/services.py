@@ -46,12 +46,13 @@ def up(root: str, *, say: Say = print, prefect: bool = True, mlflow: bool = True
 
     Raises ServiceFailed when one cannot be started; the others stay.
     """
-    wanted = {
-        "prefect": launches.prefect_launch if prefect else None,
-        "mlflow": (lambda: launches.mlflow_launch(root)) if mlflow else None,
-        "ray": launches.ray_launch if ray else None,
-    }
     with service_state.locked(START_SECONDS):
+        former = {name: service.url for name, service in service_state.load().items()}
+        wanted = {
+            "prefect": (lambda: launches.prefect_launch(former.get("prefect", ""))) if prefect else None,
+            "mlflow": (lambda: launches.mlflow_launch(root, former.get("mlflow", ""))) if mlflow else None,
+            "ray": launches.ray_launch if ray else None,
+        }
         started = [
             _start_remembered(build())
             for name, build in wanted.items()

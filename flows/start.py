@@ -211,7 +211,10 @@ def require_resumable(folder: RunFolder, steps: int | None) -> RunRecord:
     record = attempts.current(folder)
     require_other(folder.run_id, record)
     if evaluated(record):
-        raise ValueError(f"{folder.run_id!r} is an evaluation and trains nothing: `evaluate` goes on with it")
+        raise ValueError(
+            f"{folder.run_id!r} is an evaluation and trains nothing: `milepost resume {folder.run_id}` goes on with "
+            f"it, or the deployment `evaluate` with run {folder.run_id!r} and an empty checkpoint"
+        )
     if origin := origin_of(record):
         raise ValueError(
             f"run {record.run_id!r} was imported from {origin.file} and has nothing to go on with: "

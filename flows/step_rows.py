@@ -53,8 +53,8 @@ def sparkline(values: Sequence[float], *, width: int = 60) -> str:
     if not shown:
         return ""
     low, high = min(shown), max(shown)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] for value in shown)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in shown)
 
 
 def thinned(values: Sequence[float], count: int) -> list[float]:

@@ -1,12 +1,12 @@
 """What a run tells MLflow, and when: into the outbox at once, to the server by a courier that no step waits for."""
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from milepost.flows.launches import local_folder
+from milepost.flows.outcome import signal_in
 from milepost.flows.results import evaluation_folder
 from milepost.flows.start import Launched
 from milepost.storage import lineage_links as links
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Posts one record for each thing that happened. `last_checkpoint` is the version the next one descends from.
 
-    `reason` is why the run ends before its last step.
+    `reason` is why the run ends before its last step, `lineage` where the records go.
     """
 
     folder: RunFolder
@@ -37,6 +37,7 @@ class Tracker:
     courier: Courier | None
     last_checkpoint: int | None = None
     reason: str = ""
+    lineage: Lineage | None = None
 
     def step(self, closed: StepManifest) -> None:
         """A finished step: its metrics and tables, and its checkpoint if it saved one."""
@@ -89,19 +90,21 @@ def open_tracker(launched: Launched, *, uri: str, flow_run_id: str) -> Iterator[
         return
     experiment = record.parameters.tracking.experiment
     outbox = Outbox(folder.outbox)
-    courier = Courier(outbox, Lineage(uri, experiment=experiment).send, target=redaction.masked_text(uri))
+    lineage = Lineage(uri, experiment=experiment)
+    courier = Courier(outbox, lineage.send, target=redaction.masked_text(uri))
     told = outbox.ids()
     courier.start()
     for announced in _announcements(launched, flow_run_id):
         courier.post(announced)
-    tracker = Tracker(folder, flow_run_id, courier)
+    tracker = Tracker(folder, flow_run_id, courier, lineage=lineage)
     status: records.Status = "FAILED"
     try:
         tracker.catch_up(told)
         yield tracker
         status = "FINISHED"
-    except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
-        status = "KILLED"
+    except BaseException as error:
+        if signal_in(error) or not isinstance(error, Exception):
+            status = "KILLED"
         raise
     finally:
         courier.post(records.end_record(folder.run_id, status, reason=tracker.reason))

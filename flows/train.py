@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from prefect import flow
+from prefect.runtime import flow_run
 from pydantic import PositiveInt
 
 from milepost.flows import crashed
@@ -13,6 +14,7 @@ from milepost.flows.outcome import recorded
 from milepost.flows.own_thread import in_own_thread
 from milepost.flows.progress import say
 from milepost.flows.recipe import absolute_root
+from milepost.flows.run_logs import logged
 from milepost.flows.run_name import made_name, shown_name
 from milepost.flows.start import begin_run, ended, reopen_run
 from milepost.storage import files, runs
@@ -62,8 +64,9 @@ async def work_on(
         if launched.is_finished:
             say(ended(launched))
         else:
-            async with engine_slots(launched.parameters, queued(folder, fence)):
-                await run_training(launched)
+            with logged(folder, str(flow_run.id or "")):
+                async with engine_slots(launched.parameters, queued(folder, fence)):
+                    await run_training(launched)
     return folder.uri
 
 

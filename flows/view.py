@@ -14,12 +14,10 @@ from prefect.settings import PREFECT_API_URL
 from milepost.flows.crashed import complete_unseen
 from milepost.flows.iteration import iteration
 from milepost.flows.outcome import watched
+from milepost.flows.prefect_client import prefect_answers
 from milepost.flows.progress import say
-from milepost.flows.service_state import answers
 from milepost.flows.step_context import Position, Unshown
 from milepost.storage.parameters import Parameters
-
-ANSWER_SECONDS = 2.0
 
 
 def is_unreported(error: BaseException) -> bool:
@@ -32,11 +30,6 @@ def _is_from_api(error: BaseException | None) -> bool:
     if not isinstance(error, httpx.RequestError | httpx.HTTPStatusError):
         return False
     return str(error.request.url).startswith(str(PREFECT_API_URL.value()))
-
-
-async def prefect_answers() -> bool:
-    url = f"{PREFECT_API_URL.value()}/health"
-    return await asyncio.to_thread(answers, url, timeout_seconds=ANSWER_SECONDS)
 
 
 class View:

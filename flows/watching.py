@@ -112,4 +112,4 @@ async def stop(watch: Watch, engines: Fleet, version: WeightVersion, after: int,
         retention.retain(folder, keep_last=kept.keep_last, keep_every=kept.keep_every)
     mark_best(launched, tracker)
     tracker.reason = f"{why.rule}: {why.reason}"
-    say(f"run {folder.run_id} stops after {after} steps: {why.reason} ({why.rule})")
+    say(f"run {folder.run_id} stops after {after} of {launched.record.steps} steps: {why.reason} ({why.rule})")

@@ -54,9 +54,13 @@ def check_names(named: Iterable[tuple[str, str]], how: str) -> None:
     """ValueError for the first (name, path) whose name is taken or cannot be one; `how` says where a name is given."""
     seen: dict[str, str] = {}
     for name, path in named:
+        if not path:
+            raise ValueError(f"{f'data set {name!r}' if name else 'a data set'} has no file: give its path")
         if not _NAME.fullmatch(name):
+            made = name == dataset_name(parse_path(path)[0])
+            whose = f", which is that of its file {masked_text(path)!r}," if made else ""
             raise ValueError(
-                f"data set name {name!r} cannot be used: give {how} with letters, digits, '.', '_' and '-'"
+                f"data set name {name!r}{whose} cannot be used: give {how} with letters, digits, '.', '_' and '-'"
             )
         if name in seen:
             raise ValueError(f"{seen[name]} and {path} are both called {name!r}: give one another name, as {how}")

@@ -7,6 +7,8 @@ from milepost.storage.data_sets import check_names, dataset_name
 from milepost.storage.parameters import EvalSection, EvalSet
 from milepost.storage.prompt_source import parse_path
 
+SHARD_SAMPLES = 256
+
 
 def named(eval_set: EvalSet) -> EvalSet:
     """The set with its name: that of its file when it has none."""
@@ -46,6 +48,12 @@ def temperature(item: EvalSet) -> float:
     """0 is greedy."""
     chosen = item.temperature
     return (0.0 if item.n_samples_per_prompt == 1 else 1.0) if chosen is None else chosen
+
+
+def shard_count(item: EvalSet, prompts: int) -> int:
+    """In how many parts a set of so many prompts is evaluated."""
+    samples = item.n_samples_per_prompt if temperature(item) else 1
+    return -(-prompts * samples // SHARD_SAMPLES)
 
 
 def set_rows(prompts: pa.Table, name: str) -> pa.Table:

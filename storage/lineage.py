@@ -195,6 +195,22 @@ class Lineage:
         self._client.log_text(run, page.decode(), REPORT)
         entities.log(self._client, run, tags={PREFIX + "report_sha256": files.digest_of(page)})
 
+    def report_page(self, uid: str) -> str:
+        """Where MLflow's page shows the report of the run with the outbox `uid`.
+
+        Empty where nobody serves that page, or not yet for this run; DeliveryFailed when the server does not say.
+        """
+        served = self.tracking_uri.startswith(("http://", "https://"))
+        if not served or masked_text(self.tracking_uri) != self.tracking_uri:
+            return ""
+        try:
+            self._connect()
+            found = self._client.search_runs([self._experiment_id], f"tags.`{UID}` = '{uid}/run'", max_results=1)
+        except _unreachable() as error:
+            raise DeliveryFailed(masked_text(f"MLflow at {self.tracking_uri}: {_first_line(error)}")) from error
+        place = f"{self.tracking_uri.rstrip('/')}/#/experiments/{self._experiment_id}/runs"
+        return f"{place}/{found[0].info.run_id}/artifacts/{REPORT}" if found else ""
+
     def _send_evaluation(self, record: Record) -> None:
         """Scores on the evaluation's run and on the model that they are of, each with its data set."""
         from mlflow.entities import LoggedModelInput

@@ -85,6 +85,7 @@ def _remove(folder: RunFolder, number: int) -> None:
         files.publish(note, files.read(path), overwrite=True)
         checkpoints.withdraw(folder, number)
     files.remove_folder(uri)
+    files.remove_folder(files.join(_pins(folder), f"{number:06d}"))  # empty, and nobody can pin it any more
 
 
 def _sweep(folder: RunFolder, *, newest: int) -> None:

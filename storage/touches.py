@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from milepost.storage import checkpoints, manifest, purges, runs
 from milepost.storage.begun import begun_with
+from milepost.storage.parent import parent_run
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 from milepost.storage.step_tables import columns, sample_tables, tables_of
@@ -38,15 +39,17 @@ class Touch:
     """The day on which what it says was taken out of the run, if it was."""
 
 
-def touches(root: str, kind: Kind, name: str) -> list[Touch]:
+def touches(root: str, kind: Kind, name: str, *, run: str = "") -> list[Touch]:
     """Every run of `root` that had the prompt or sample called `name`, or weights that it is in.
 
-    LookupError when no run had it.
+    `run` leaves those aside that neither are this run nor have stages in common with it. LookupError when none had it.
     """
     folders = runs.run_folders(root)
-    found = {folder.run_id: touch for folder in folders if (touch := _touch(folder, kind, name))}
+    asked = _kin(folders, run) if run else folders
+    found = {folder.run_id: touch for folder in asked if (touch := _touch(folder, kind, name))}
     if not found:
-        raise LookupError(f"no run in {root!r} has a {kind} {name!r}{_instead(folders, kind, name)}")
+        where = f"run {run!r} has no" if run else f"no run in {root!r} has a"
+        raise LookupError(f"{where} {kind} {name!r}{_instead(asked, kind, name)}")
     for folder in _after_their_parents(folders):
         inherited = _inherited(folder, found)
         if inherited:
@@ -55,6 +58,16 @@ def touches(root: str, kind: Kind, name: str) -> list[Touch]:
                 had, checkpoints=inherited.checkpoints, inherited=True, parent=inherited.parent
             )
     return list(found.values())
+
+
+def _kin(folders: list[RunFolder], run: str) -> list[RunFolder]:
+    """The run, those that it takes stored stages from, and those that take some from any of these."""
+    parents = {folder.run_id: parent_run(runs.load(folder)) for folder in folders}
+    pairs = [{name, parent.run} for name, parent in parents.items() if parent]
+    kin = {run}
+    while new := {name for pair in pairs if pair & kin for name in pair} - kin:
+        kin |= new
+    return [folder for folder in folders if folder.run_id in kin]
 
 
 def _instead(folders: list[RunFolder], kind: Kind, name: str) -> str:

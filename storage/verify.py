@@ -179,7 +179,7 @@ def _add_steps(result: Verification, facts: RunFacts, found: list[StepFindings])
         result.faults += check_epochs(places, folder.prompts(base_name(facts.prompts.uri)), folder.uri)
     orphans = sum(len(item.orphans) for item in found)
     if orphans:
-        result.notes.append(f"{orphans} tables are named by no commit: what led to another table, or was cut short")
+        result.notes.append(f"{orphans} tables are named by no commit: the stages that wrote them were cut short")
 
 
 def _add_own_kind(result: Verification, found: list[StepFindings], left: str) -> None:

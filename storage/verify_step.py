@@ -22,6 +22,7 @@ from milepost.storage.verify_stored import SHARDED, Entry, SlotKey, StoredStep, 
 from milepost.storage.verify_tables import RESTORE, WRITTEN_SO, Fault, Stack, base_name, load_json, stack
 from milepost.storage.verify_taken import check_taken, samples_vary
 
+ON_THE_WAY = ("for-", "logprobs-", "values-")  # how names of tables begin that a trainer is asked with, and answers
 _MANIFEST_FIELDS = [item.name for item in fields(StepManifest) if item.default is MISSING]
 
 
@@ -81,13 +82,18 @@ def check_step(facts: RunFacts, step: int) -> StepFindings:
         findings.faults += _chain(facts, manifest, before)
     tables = read_tables(uri, entries, findings.faults, begun=facts.begun_purges)
     named = {base_name(uri) for found in tables.values() for uri, _ in found.values()}
-    findings.orphans = [name for name in present if name.endswith(".parquet") and name not in named]
+    findings.orphans = [name for name in present if name.endswith(".parquet") and not _is_explained(name, named)]
     findings.tables = len(named)
     if not findings.faults:
         _check_contents(facts, StoredStep(step, uri, manifest, before, entries, tables), findings)
     if manifest is not None:
         findings.faults += _check_attempt(facts, manifest)
     return findings
+
+
+def _is_explained(table: str, named: set[str]) -> bool:
+    """Whether a commit names a table, or it went to an engine and back on the way to one that is committed."""
+    return table in named or table.startswith(ON_THE_WAY)
 
 
 def _manifest(folder: RunFolder, step: int, findings: StepFindings) -> Entry | None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from milepost.storage.eval_sets import set_rows, temperature
+from milepost.storage.eval_sets import set_rows, shard_count, temperature
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.parameters import EvalSet, Parameters, RewardSection, RolloutSection
 from milepost.storage.runs import RunRecord
@@ -26,8 +26,6 @@ from milepost.tasks.prompt_reward import of_eval_set
 from milepost.tasks.sampling import Sampling, TokenizerFolder, sampling_params
 from milepost.tasks.score import score_rollouts
 from milepost.tasks.tools import tool_rules
-
-SHARD_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class SetPlan:
         return found | {name: value for name, value in own.items() if value is not None}
 
     def shards(self, prompts: int) -> int:
-        return -(-prompts * self.sampling.n_samples_per_prompt // SHARD_SAMPLES)
+        return shard_count(self.eval_set, prompts)
 
 
 def greedy(sampling: Sampling) -> Sampling:
@@ -135,7 +133,7 @@ async def evaluate_set(
     advance: Callable[[str], None] = lambda shown: None,
     graders: str = "",
 ) -> SetScore:
-    """The score of the weights that engines hold on one set of `prompts`; `advance` is called once a shard.
+    """The score of the weights that engines hold on one set of `prompts`; `advance` is called for each shard made now.
 
     `graders` names the run whose they are, when that is not the one that is evaluated.
     """
@@ -150,6 +148,7 @@ async def evaluate_set(
 
         async def one(index: int) -> TableRef:
             shard = Shard(index, count, plan.index)
+            made_before = store.stored(Slot("score", plan.index, index)) is not None
             async with gate:
                 generated = await generate_rollouts.fn(
                     served,
@@ -163,7 +162,8 @@ async def evaluate_set(
                 scored: TableRef = await score_rollouts.fn(
                     generated, shard, plan.reward, run=graders or store.run_id, store=store
                 )
-            advance(plan.name)
+            if not made_before:
+                advance(plan.name)
             return scored
 
         async with asyncio.TaskGroup() as group:

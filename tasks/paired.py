@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +81,12 @@ def keyed(items: Sequence[Item]) -> dict[Key, list[float]]:
     return found
 
 
+def require_shared(name: str, before: Sequence[Item], prompts: Iterable[str]) -> None:
+    """ValueError when an evaluation of the set called `name` has no score of any of `prompts`."""
+    if {item.prompt_id for item in before if item.known}.isdisjoint(prompts):
+        raise ValueError(f"the two evaluations of {name!r} have no item in common: compare them on the same prompts")
+
+
 def paired(name: str, before: Sequence[Item], after: Sequence[Item]) -> Paired:
     """Compare two evaluations of the set called `name`; ValueError when they share no item.
 
@@ -88,9 +94,8 @@ def paired(name: str, before: Sequence[Item], after: Sequence[Item]) -> Paired:
     mean scores; the interval is difference +- 1.96 standard errors of these (Miller 2024, arXiv:2411.00640, section 4).
     """
     old, new = keyed(before), keyed(after)
+    require_shared(name, before, {prompt for prompt, _ in new})
     shared = [key for key in old if key in new]
-    if not shared:
-        raise ValueError(f"the two evaluations of {name!r} have no item in common: compare them on the same prompts")
     pairs = [(old[key], new[key]) for key in shared]
     means = [(math.fsum(was) / len(was), math.fsum(now) / len(now)) for was, now in pairs]
     differences = [now - was for was, now in means]

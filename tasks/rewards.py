@@ -122,7 +122,7 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
     except TypeError as error:
         for option in sorted(set(options) - set(takes)):
             hint = nearest(option, takes)
-            raise ValueError(f"reward {name!r} has no option {option!r}{hint} it takes {signature}") from None
+            raise ValueError(f"reward {name!r} has no option {option!r}{hint or ':'} it takes {signature}") from None
         required = [key for key in takes if signature.parameters[key].default is inspect.Parameter.empty]
         missing = [key for key in required if key not in options]
         if missing:

@@ -96,7 +96,12 @@ def tokens(history: History) -> float:
 
 
 def _over(limit: float | None, used: float, unit: str) -> str:
-    return "" if limit is None or used < limit else f"{used:,.0f} {unit} of {limit:,.0f} are used up"
+    return "" if limit is None or used < limit else f"{_amount(used)} of {_amount(limit)} {unit} are used up"
+
+
+def _amount(value: float) -> str:
+    """A number for people: whole ones and large ones without decimals."""
+    return f"{value:,.0f}" if float(value).is_integer() or value >= 1000 else f"{value:.4g}"
 
 
 def is_beyond(bound: Bound, value: float) -> bool:

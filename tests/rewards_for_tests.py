@@ -28,6 +28,12 @@ def always_one(sample: Any) -> float:
     return 1.0
 
 
+def told(sample: Any, path: str) -> float:
+    """What the file at `path` says now."""
+    with open(path) as file:
+        return float(file.read())
+
+
 def keyed(sample: Any, api_key: str, url: str) -> float:
     """`parity` for whoever has a key; for the prompt 4+1= an error that tells it."""
     if sample.prompt == "4+1=" or not api_key.startswith("Zq"):

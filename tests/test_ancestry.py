@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from milepost.flows.lineage import answer, as_json, show
+from milepost.flows.lineage import Touched, answer, as_json, show
 from milepost.flows.lineage_picture import escaped, mermaid
 from milepost.storage import files, manifest, runs
 from milepost.storage.ancestry import Ancestry, ancestry
 from milepost.storage.begun import Origin
+from milepost.storage.parent import ParentRun
 from milepost.storage.retention import retain
 from milepost.storage.runs import RunFolder
 from milepost.storage.taught import SFT_RECORD
@@ -114,6 +115,28 @@ def test_a_sample_is_traced_like_a_prompt(made: MadeRun) -> None:
     assert (found.served, found.samples) == ([1], ["000001-0-0000-000"])
 
 
+def test_samples_of_one_id_in_several_runs_are_said_to_be_different_and_one_is_asked_for_by_its_run(
+    made: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, name = str(Path(made.folder.uri).parent), "000001-0-0000-000"
+    child_of(made, "other", 1)
+    show(answer(f"sample:{name}", root))
+    assert f"ask for one as sample:made/{name}" in " ".join(capsys.readouterr().out.split())
+    found = answer(f"sample:made/{name}", root)
+    assert isinstance(found, Touched) and found.note == "" and [touch.run for touch in found.runs] == ["made"]
+    with pytest.raises(LookupError, match="run 'made' has no sample '000009-0-0000-000', did you mean"):
+        answer("sample:made/000009-0-0000-000", root)
+
+
+def test_a_sample_of_a_run_is_looked_for_in_those_that_took_its_stages_as_well(made: MadeRun) -> None:
+    child = child_of(made, "child", 2)
+    record = json.loads(Path(child.record).read_text())
+    record["data"] |= ParentRun("made", 0, "train").entry()
+    Path(child.record).write_text(json.dumps(record))
+    root = str(Path(made.folder.uri).parent)
+    assert {touch.run for touch in touches(root, "sample", "000001-0-0000-000", run="child")} == {"made", "child"}
+
+
 def test_what_nobody_had_is_refused(made: MadeRun) -> None:
     with pytest.raises(LookupError, match="no run in .* has a prompt 'nothing'"):
         touches(str(Path(made.folder.uri).parent), "prompt", "nothing")
@@ -121,7 +144,7 @@ def test_what_nobody_had_is_refused(made: MadeRun) -> None:
 
 @pytest.mark.parametrize("what", ["made", "checkpoint:made", "checkpoint:made@x", "prompt:", "run:made"])
 def test_a_question_of_another_form_is_refused(made: MadeRun, what: str) -> None:
-    with pytest.raises(ValueError, match="give checkpoint:RUN@STEP, checkpoint:RUN@best, prompt:ID or sample:ID"):
+    with pytest.raises(ValueError, match="give checkpoint:RUN@STEP, .*, prompt:ID, sample:ID or sample:RUN/ID"):
         answer(what, str(Path(made.folder.uri).parent))
 
 

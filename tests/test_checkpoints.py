@@ -163,6 +163,9 @@ def test_retention_keeps_the_newest_every_mth_and_the_pinned(folder: RunFolder) 
     assert checkpoints.complete(folder) == [2, 3, 4, 6, 7, 8]
     assert retention.removed(folder) == {1, 5}
     assert retention.retain(folder, keep_last=1) == [3, 4, 6, 7]
+    retention.unpin(folder, 2, "eval")
+    assert retention.retain(folder, keep_last=1) == [2]
+    assert not Path(folder.uri, "checkpoints", "pins", "000002").exists()
 
 
 def test_whoever_asks_for_a_checkpoint_that_retention_removed_is_told_so(folder: RunFolder) -> None:

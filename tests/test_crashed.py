@@ -1,5 +1,6 @@
 """Flow runs of killed processes are shown as crashed, with all below them; those of living processes never are."""
 
+import json
 import os
 import signal
 import socket
@@ -17,9 +18,11 @@ from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Completed
 
-from milepost.flows import crashed, services
-from milepost.storage import runs
+from milepost.flows import crashed, prefect_client, services
+from milepost.storage import files, runs
 from milepost.storage.lease import hold
+
+from .bench.made_run import make_run
 
 pytestmark = pytest.mark.slow
 
@@ -187,10 +190,24 @@ def test_a_run_that_was_taken_over_from_another_host_has_crashed_there(
         client.update_flow_run_labels(found.id, {"milepost.host": socket.gethostname()})
 
 
+@pytest.mark.parametrize(("steps", "state"), [(2, "Completed"), (3, "Crashed")])
+def test_a_run_that_came_to_its_end_while_prefect_was_away_has_not_crashed(
+    start: Start, tmp_path: Path, steps: int, state: str
+) -> None:
+    folder = make_run(str(tmp_path), 2).folder
+    record = json.loads(Path(folder.record).read_text())
+    files.publish_json(folder.record, record | {"steps": steps}, overwrite=True)
+    with hold(folder) as lease:
+        worker = start(folder.uri, lease.fence)
+    worker.kill()
+    with anything_of_ours():
+        assert worker.run().state_name == state
+
+
 def test_a_server_that_does_not_answer_stops_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(crashed, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(prefect_client, "BRIEF_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -26,6 +26,8 @@ def test_the_set_of_the_path_comes_first_and_sets_are_called_as_their_files() ->
             "2 samples of 'b' at temperature 0 are all the same",
         ),
         ({"path": "b.jsonl", "name": "a b"}, "data set name 'a b' cannot be used"),
+        ({"path": "we/ird=b.jsonl"}, "data set name 'ird=b', which is that of its file 'we/ird=b.jsonl', cannot"),
+        ({"path": "", "name": "empty"}, "data set 'empty' has no file: give its path"),
     ],
 )
 def test_sets_that_cannot_be_evaluated_are_refused(values: dict[str, object], sentence: str) -> None:

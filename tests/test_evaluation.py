@@ -5,19 +5,25 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from milepost.flows.best import RemovedCheckpoint
 from milepost.flows.checkpoint import find_weights
 from milepost.flows.evaluate import Regressed, evaluate
+from milepost.flows.evaluation import open_evaluation
+from milepost.flows.evaluation_baseline import plan_baseline
+from milepost.flows.evaluation_request import plan_evaluation
 from milepost.flows.purge import purge_run
 from milepost.flows.replay import replay
 from milepost.flows.results import evaluations
 from milepost.flows.sql import as_rows, query
 from milepost.storage import checkpoints, files, manifest, runs
 from milepost.storage.parameters import EvalSet
+from milepost.storage.retention import retain
 from milepost.storage.runs import RunFolder
 from milepost.storage.verify import verify
 
@@ -114,7 +120,7 @@ def test_a_finished_evaluation_is_answered_from_what_is_stored(
     run: RunFolder, evaluated: Evaluate, full: dict[str, Any]
 ) -> None:
     before = manifest.manifest_digest(folder_of(run, "full"), 0)
-    assert evaluated("", "full") == full | {"compared": None}
+    assert evaluated("", "full") == full
     assert manifest.manifest_digest(folder_of(run, "full"), 0) == before
 
 
@@ -128,7 +134,11 @@ def test_another_request_under_the_same_name_is_refused(
 
 
 def test_a_stopped_evaluation_generates_nothing_twice(
-    run: RunFolder, evaluated: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder,
+    evaluated: Evaluate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     broken = tmp_path / "broken"
     broken.touch()
@@ -143,18 +153,69 @@ def test_a_stopped_evaluation_generates_nothing_twice(
         )
     assert len(GENERATED) == 10 and "not finished" in verify(folder_of(run, "stopped")).notes[0]
     broken.unlink()
+    capsys.readouterr()
     evaluated("", "stopped")
+    assert re.findall(r"stopped (\d)/2", capsys.readouterr().err) == ["2"]
     assert len(GENERATED) == len(set(GENERATED)) == 16
 
 
-def test_the_gate_fails_when_a_score_fell(run: RunFolder, evaluated: Evaluate) -> None:
-    good = ('reward.name="tests.rewards_for_tests:always_one"',)
-    evaluated("first@2", "good", evals=[some(run)], overrides=good)
-    with pytest.raises(Regressed, match=re.escape("held-out fell by 1.0000 (p = 0.002): more than 0.02 may")) as caught:
-        evaluated("first@2", "wrong", evals=[some(run, reward="exact")], compare="good", max_drop=0.02)
+def test_the_gate_fails_when_a_score_fell_and_fails_again_for_whoever_goes_on(
+    run: RunFolder, evaluated: Evaluate, tmp_path: Path
+) -> None:
+    says, fell = tmp_path / "says", re.escape("held-out fell by 1.0000 (p = 0.002): more than 0.02 may")
+    sets = [some(run, reward="tests.rewards_for_tests:told", reward_options={"path": str(says)})]
+    for name, score, asked in (("good", "1", {}), ("wrong", "0", {"compare": "good", "max_drop": 0.02})):
+        says.write_text(score)
+        with pytest.raises(Regressed, match=fell) if asked else nullcontext() as caught:
+            evaluated("first@2", name, evals=sets, **asked)
     assert caught.value.found["compared"]["sets"][0]["p"] == pytest.approx(2 / 1024)
-    with pytest.raises(ValueError, match="'good' has none of the data sets .'other'., it has .'held-out'."):
-        evaluated("first@2", "others", evals=[some(run, "other")], compare="good")
+    with pytest.raises(Regressed, match=fell):
+        evaluated("", "wrong")
+
+
+@pytest.mark.parametrize(
+    ("sets", "sentence"),
+    [
+        ([{"stem": "other"}], "'full' has none of the data sets .'other'., it has .'held-out', 'again'."),
+        ([{"reward": "f1"}], "evaluation 'full' scored 'held-out' by .*:parity, this one does by f1: give it the same"),
+        ([{"stem": "prompts", "name": "held-out"}], "evaluations of 'held-out' have no item in common: compare them"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_generated(
+    run: RunFolder, evaluated: Evaluate, full: dict[str, Any], sets: list[dict[str, Any]], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        evaluated("first@2", "refused", evals=[some(run, **item) for item in sets], compare="full")
+    assert not files.exists(folder_of(run, "refused").record)
+
+
+def test_a_model_folder_is_compared_as_the_evaluation_is_made(run: RunFolder, model_dir: str) -> None:
+    own = ("reward.name=f1", "rollout.max_new_tokens=3", "data.seed=7")
+    plan = plan_evaluation("first@2", "asked", root_of(run), sets=[some(run)], overrides=own)
+    found = plan_baseline(model_dir, "asked", root_of(run), plan.parameters, plan.prompts).plan
+    assert found is not None and found.weights.run is None and found.prompts.equals(plan.prompts)
+    for section in ("reward", "rollout", "data", "eval", "engines"):
+        assert getattr(found.parameters, section) == getattr(plan.parameters, section)
+
+
+def test_a_comparison_goes_on_with_the_checkpoint_that_was_the_latest(run: RunFolder) -> None:
+    plan = plan_evaluation("first@1", "asked", root_of(run), sets=[some(run)])
+    found = plan_baseline("first@latest", "asked", root_of(run), plan.parameters, plan.prompts)
+    assert (found.name, found.lacks) == ("first@2", ())
+
+
+def test_an_evaluation_whose_checkpoint_is_removed_before_it_is_read_is_skipped_when_told(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    root = str(
+        shutil.copytree(root_of(run), tmp_path / "runs", ignore=shutil.ignore_patterns("weights", "exports", "pins"))
+    )
+    open_evaluation(plan_evaluation("first@1", "late", root, sets=[some(run)]), runs.run_folder(root, "late"), fence=0)
+    retain(runs.run_folder(root, "first"), keep_last=1)
+    with pytest.raises(RemovedCheckpoint, match="no checkpoint of step 1 any more, newer ones took its place"):
+        asyncio.run(evaluate(checkpoint="", run="late", root=root))
+    skipped = asyncio.run(evaluate(checkpoint="", run="late", root=root, skip_removed=True, return_state=True))
+    assert skipped.name == "Skipped"
 
 
 def test_a_changed_score_is_a_fault(run: RunFolder, full: dict[str, Any]) -> None:
@@ -214,12 +275,25 @@ def test_the_best_checkpoint_has_the_highest_stored_accuracy(run: RunFolder) -> 
         ("frist@1", "no run 'frist': .*, did you mean 'first'?"),
         ("first", "'first' is a run and no checkpoint: say how far, as first@latest"),
         ("nowhere", "checkpoint 'nowhere' does not exist"),
+        ("first@٢", "first@٢ names no step: give one of 0, 1, 2, 'latest' or 'best'"),
+        ("package:", "model 'package:' names no package: give the name of an installed one"),
         ("package:nowhere", "names package 'nowhere', which is not installed"),
     ],
 )
 def test_an_unknown_checkpoint_is_refused_with_what_there_is(run: RunFolder, name: str, sentence: str) -> None:
     with pytest.raises((LookupError, ValueError), match=sentence):
         find_weights(name, root_of(run))
+
+
+def test_a_folder_of_a_run_and_an_evaluation_are_no_checkpoints(run: RunFolder, full: dict[str, Any]) -> None:
+    for place in (run.uri, f"{run.uri}/checkpoints/"):
+        with pytest.raises(LookupError, match="is a run and no checkpoint: say how far, as first@latest"):
+            find_weights(place, root_of(run))
+    for name in ("full", "full@latest", "full@0", full["folder"]):
+        with pytest.raises(
+            ValueError, match="'full' is an evaluation of first@1 and has no checkpoints .*: give first@1"
+        ):
+            find_weights(name, root_of(run))
 
 
 def test_mlflow_shows_scores_with_the_checkpoint_and_its_data_set(run: RunFolder, evaluated: Evaluate) -> None:

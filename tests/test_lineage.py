@@ -235,7 +235,11 @@ def test_a_server_takes_a_run_and_the_database_beside_it_goes_on_with_it(
     server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     outbox = str(tmp_path / "root" / "demo" / "outbox")
-    assert send_all(Lineage(server), outbox, story()).waiting == 0
+    lineage = Lineage(server)
+    assert send_all(lineage, outbox, story()).waiting == 0
+    run_id = found_run(lineage, "demo").info.run_id
+    assert lineage.report_page(Outbox(outbox).uid).endswith(f"/runs/{run_id}/artifacts/report.html")
+    assert lineage.report_page("another") == ""
     assert capfd.readouterr() == ("", "")
     direct = Lineage(sqlite_uri(str(tmp_path / "root")))
     resumed = [records.resume_record("demo"), records.step_record("demo", 2, metrics={"reward": 1}, tables={}, tags={})]
@@ -267,6 +271,11 @@ def test_sections_are_flattened_to_dotted_names() -> None:
         "e": "text",
         "f": "{}",
     }
+
+
+def test_a_database_has_no_page_of_a_report(told: tuple[Lineage, str]) -> None:
+    lineage, outbox = told
+    assert lineage.report_page(Outbox(outbox).uid) == ""
 
 
 def test_artifacts_lie_beside_a_local_database_and_where_a_server_says() -> None:

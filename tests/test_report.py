@@ -7,13 +7,14 @@ import pytest
 
 from milepost.flows.artifacts import artifact_key
 from milepost.flows.report import lineage_links, write_report
-from milepost.flows.report_artifact import markdown
+from milepost.flows.report_artifact import markdown, way
 from milepost.flows.report_delivery import report_at_end
 from milepost.flows.report_figures import figures
 from milepost.flows.report_samples import ends
 from milepost.flows.results import evaluations, finished
 from milepost.flows.tracker import Tracker
 from milepost.storage.ancestry import ancestry
+from milepost.storage.runs import RunFolder
 
 from .bench.made_run import MadeRun, make_run
 
@@ -79,6 +80,13 @@ def test_a_run_has_a_key_of_its_own_in_prefect() -> None:
 def test_the_headline_of_a_run_needs_no_step(tmp_path: Path) -> None:
     shown = markdown(make_run(str(tmp_path), 0).folder)
     assert "| steps | 0 of 100 |" in shown and "No step with a reward has finished." in shown
+
+
+def test_the_way_to_a_report_is_a_link_only_where_a_browser_follows_it(made: MadeRun) -> None:
+    assert way(made.folder, "http://mlflow/report").startswith("[the whole report, in MLflow](http://mlflow/report)")
+    alone = way(made.folder, "")
+    assert "address bar" in alone and f"`file://{made.folder.report}`" in alone and "](" not in alone
+    assert way(RunFolder("s3://b/runs/made", "made"), "") == "The whole report is `s3://b/runs/made/report.html`."
 
 
 def test_a_report_that_cannot_be_made_does_not_take_the_place_of_how_a_run_ended(

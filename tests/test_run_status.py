@@ -6,13 +6,14 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelling, Crashed, Suspended
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from milepost.flows.claim import queued
 from milepost.flows.failure import RunFailed
@@ -21,11 +22,17 @@ from milepost.flows.progress import say
 from milepost.flows.run_detail import run_detail, stage_progress
 from milepost.flows.run_logs import logged
 from milepost.flows.run_status import PAUSED, RunStatus, all_statuses, finished_count, run_status
-from milepost.flows.status_view import detail_view, status_table
-from milepost.storage import attempts, files, lease
+from milepost.flows.status_view import LESSER_OF_STEPS, detail_view, fitting, status_table
+from milepost.storage import attempts, files, lease, manifest
+from milepost.storage.evaluated import Evaluated
 from milepost.storage.journal import Slot, StepStore
 from milepost.storage.lease import Lease, hold
+from milepost.storage.manifest import StepManifest
 from milepost.storage.process_logs import log_handler
+from milepost.storage.runs import RunFolder
+from milepost.storage.schema import ROLLOUTS, from_rows
+from milepost.storage.stages import Course
+from milepost.tasks.eval_scores import SetScore
 
 from .bench.made_run import MadeRun, add_step, begin_run
 from .test_cli import milepost, refused
@@ -46,6 +53,13 @@ def made(tmp_path: Path) -> MadeRun:
 
 def planned(made: MadeRun, steps: int) -> None:
     attempts.begin(made.folder, made.parameters, steps=steps)
+
+
+def printed(view: RenderableType, width: int) -> list[str]:
+    console = Console(width=width, soft_wrap=True)
+    with console.capture() as shown:
+        console.print(view)
+    return shown.get().splitlines()
 
 
 def silent(made: MadeRun, held: Lease) -> None:
@@ -153,6 +167,45 @@ def test_the_open_step_tells_how_far_each_stage_is(made: MadeRun) -> None:
     assert run_detail(made.folder, "root").stages == found
 
 
+def test_a_run_that_does_not_train_has_no_stage_for_that(made: MadeRun) -> None:
+    store = StepStore(made.folder.step(3), "made", 3)
+    store.commit(Slot("sample"), store.key(Slot("sample"), [], {}), {}, started=time.monotonic())
+    assert list(stage_progress(made.folder, 3, 2, Course(last="filter"))) == ["sample", "generate", "score", "filter"]
+
+
+@pytest.fixture
+def evaluation(tmp_path: Path) -> RunFolder:
+    """One of 12 prompts with 64 samples each, in 3 parts, of which none is scored."""
+    folder = begin_run(str(tmp_path)).folder
+    content = json.loads(Path(folder.record).read_text())
+    content["data"] |= Evaluated("first@4", "").entry()
+    content["steps"] = 1
+    content["parameters"]["eval"]["sets"] = [{"name": "d", "path": "d", "n_samples_per_prompt": 64}]
+    Path(folder.record).write_text(json.dumps(content))
+    return folder
+
+
+def commit(folder: RunFolder, slot: Slot, record: dict[str, Any] | None = None) -> None:
+    store, rows = StepStore(folder.step(0), folder.run_id, 0), from_rows([], ROLLOUTS)
+    tables = {"rollouts": store.write(str(slot), rows, ROLLOUTS)}
+    store.commit(slot, store.key(slot, [], {}), tables, record=record, started=time.monotonic())
+
+
+def test_an_evaluation_shows_its_parts_and_then_its_scores(evaluation: RunFolder) -> None:
+    commit(evaluation, Slot("score", 0, 1))
+    lines = printed(detail_view(run_detail(evaluation, "root")), 80)
+    assert "evaluation of first@4, 1 of 3 parts" in lines[0] and [line.split() for line in lines[2:4]] == [
+        ["set", "parts"],
+        ["d", "1/3"],
+    ]
+    commit(evaluation, Slot("evaluate"), vars(SetScore("d", 0.25, 0.2, 0.3, 12, 12, 768, 0, 0, 9, 9, 64, 1, {}, None)))
+    manifest.publish(evaluation, StepManifest("made", 0, "", "4-aa", "4-aa", "", {}, [], {}, {}, attempt=1))
+    lines = printed(detail_view(run_detail(evaluation, "root")), 80)
+    assert lines[0].startswith("made  finished  evaluation of first@4, last commit")
+    assert lines[3].split("  ")[0] == "d" and "0.2500  0.2000 to 0.3000" in lines[3] and "12 x 64" in lines[3]
+    assert run_status(evaluation).accuracy == 0.25
+
+
 def test_a_run_in_detail_has_its_steps_and_says_how_to_go_on(made: MadeRun, tmp_path: Path) -> None:
     found = run_detail(made.folder, str(tmp_path))
     assert [row["step"] for row in found.rows] == ["2", "1", "0"]
@@ -183,13 +236,27 @@ def test_logs_are_chosen_by_level_and_process(made: MadeRun) -> None:
         messages(level="loud")
 
 
+def test_where_logs_of_a_run_may_be_is_said_of_a_workspace_alone(made: MadeRun) -> None:
+    def said(folder: RunFolder) -> str:
+        with pytest.raises(LookupError) as refused:
+            list(chosen(folder, process="", level="info", follow=False))
+        return str(refused.value)
+
+    assert said(made.folder) == "run 'made' is stopped and has logged nothing yet: `milepost status made` shows more"
+    with hold(made.folder) as held, queued(made.folder, held.fence):
+        assert "it waits for its turn on the engines" in said(made.folder)
+    elsewhere = RunFolder("memory://runs/made", "made")
+    files.publish(elsewhere.record, Path(made.folder.record).read_bytes())
+    assert "set MILEPOST_WORKSPACE as it was for the run" in said(elsewhere)
+
+
 def test_following_a_run_that_has_ended_ends(made: MadeRun) -> None:
     assert list(chosen(made.folder, process="", level="info", follow=True)) == []
 
 
 def test_a_status_without_a_run_is_refused_in_a_sentence(made: MadeRun, tmp_path: Path) -> None:
     refused(milepost("status", "maid", "--root", str(tmp_path)), "no run 'maid'", "did you mean 'made'?")
-    refused(milepost("logs", "made", "--root", str(tmp_path)), "no process of run 'made' has logged")
+    refused(milepost("logs", "made", "--root", str(tmp_path)), "run 'made' is stopped and has logged nothing yet")
     refused(milepost("status", "--root", made.folder.record), "run.json is no folder", "--root")
     refused(milepost("status", "-w", "--json"), "give one of them")
 
@@ -210,12 +277,17 @@ def test_a_process_whose_worker_was_killed_says_so_when_it_ends() -> None:
 
 def test_names_are_whole_in_a_narrow_terminal() -> None:
     names = [f"second-at-{step:06d}-e1fc3518" for step in (16, 17)]
-    table = status_table([RunStatus(name, "running", 1, 1, 0.5, 0.5, time.time() - 999, 60.0) for name in names])
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(table)
-    first = "".join(line.split("  ")[0].strip() for line in shown.get().splitlines())
-    assert all(name in first for name in names)
+    found = [RunStatus(name, "running", 1, 1, 0.5, 0.5, time.time() - 999, 60.0) for name in names]
+    lines = printed(status_table(found, 80), 80)
+    assert [line.split()[0] for line in lines] == ["run", *names] and max(map(len, lines)) <= 80
+    assert all("0.500" in line and "a step" not in line for line in lines[1:])
+    assert "x" * 100 in printed(status_table([RunStatus("x" * 100, "stopped")], 80), 80)[1]
+
+
+def test_numbers_of_steps_are_whole_in_a_narrow_terminal() -> None:
+    row = {"step": "3", **{name: "1,234.56789" for name in LESSER_OF_STEPS}}
+    assert fitting([row], 60, LESSER_OF_STEPS) == ["step", *LESSER_OF_STEPS[-4:]]
+    assert fitting([row], 200, LESSER_OF_STEPS) == list(row)
 
 
 def test_an_eta_is_only_for_a_run_that_goes_on() -> None:
@@ -228,6 +300,11 @@ def test_what_ends_a_run_is_the_last_that_its_log_has(made: MadeRun) -> None:
         raise ValueError("no such weights")
     (last,) = chosen(made.folder, process="flow", level="error", follow=False)
     assert "the run stops" in last.message and "no such weights" in last.message
+    found = run_detail(made.folder, "root")
+    assert "no such weights" in found.stopped_by and f"stopped: {found.stopped_by}" in printed(detail_view(found), 200)
+    with hold(made.folder):
+        pass
+    assert run_detail(made.folder, "root").stopped_by == "", "another attempt was made since"
     with logged(made.folder, ""):
         assert logging.getLogger("milepost").level == logging.INFO
     assert logging.getLogger("milepost").level == logging.NOTSET

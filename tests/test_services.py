@@ -223,6 +223,16 @@ def test_a_taken_port_gives_way_to_a_free_one(monkeypatch: pytest.MonkeyPatch) -
     assert launches.prefect_launch().url.endswith(f":{launches.PREFECT_PORT}/api")
 
 
+def test_a_server_that_is_started_again_is_where_the_one_that_died_was() -> None:
+    (port,) = service_state.free_ports(1)
+    former = f"http://{launches.HOST}:{port}/api"
+    assert launches.prefect_launch(former).url == former
+    with socket.socket() as taken:
+        taken.bind((launches.HOST, port))
+        taken.listen()
+        assert launches.prefect_launch(former).url != former
+
+
 def test_a_token_is_made_once_and_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "ray" / "token"))

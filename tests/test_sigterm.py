@@ -9,6 +9,7 @@ import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.engine import capture_sigterm
 
+from milepost.flows.failure import RunFailed
 from milepost.flows.outcome import recorded, watched
 
 
@@ -20,6 +21,14 @@ def ended(body: Callable[[], Awaitable[None]]) -> BaseException | None:
             asyncio.run(recorded(body)())  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGTERM) is before and raised.value is outcome.error
     return outcome.error
+
+
+def test_a_console_that_nobody_reads_any_more_is_said_as_such() -> None:
+    async def body() -> None:
+        raise SystemExit(1)  # what rich makes of a pipe whose reader was killed
+
+    error = ended(body)
+    assert isinstance(error, RunFailed) and "whoever started this process is gone" in str(error)
 
 
 def terminate() -> None:

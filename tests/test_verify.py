@@ -271,6 +271,12 @@ def test_a_last_step_that_is_not_finished_is_no_fault(made: MadeRun) -> None:
     assert found.notes[0].startswith("step 3 is not finished") and "4 tables are named by no commit" in found.notes[1]
 
 
+def test_tables_that_went_to_the_trainer_and_back_are_no_leftovers(made: MadeRun) -> None:
+    for name in ("for-policy", "logprobs-policy", "for-critic", "values"):
+        (made.step(2) / f"{name}-0123456789ab.parquet").write_bytes(b"")
+    assert verify(made.folder).notes == []
+
+
 def test_an_unfinished_step_is_checked_as_far_as_it_went(made: MadeRun) -> None:
     Path(made.folder.manifest(3)).unlink()
     made.table(3, "generate-r0-s001").unlink()

@@ -79,6 +79,15 @@ def test_budgets_count_tokens_seconds_and_seconds_times_gpus_of_each_attempt() -
     assert rule(StopSection(max_gpu_seconds=11.5), found) == ""
 
 
+def test_what_is_used_up_is_told_in_numbers_that_say_so() -> None:
+    found = History([step(0, time__generate=1.3125, rollout__tokens=1234567)])
+    sections = StopSection(max_seconds=0.5), StopSection(max_tokens=1000000)
+    assert [broken.reason for section in sections if (broken := broken_rule(section, found))] == [
+        "1.312 of 0.5 seconds are used up",
+        "1,234,567 of 1,000,000 generated tokens are used up",
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "options", "stops"),
     [

@@ -51,7 +51,7 @@ def test_a_form_is_filled_in_by_the_recipe_and_relative_paths_start_where_deploy
     schema = found.parameter_openapi_schema
     assert schema and "run" not in schema.get("required", [])
     fields = schema["definitions"]["OptimizerSection"]["properties"]
-    assert fields["lr"]["description"] == "Peak learning rate." and fields["lr"]["exclusiveMinimum"] == 0
+    assert fields["lr"]["description"] == "Peak learning rate. More than 0; 1e-06 by default."
 
 
 def test_deploying_twice_changes_nothing_that_somebody_set_meanwhile(site: Site) -> None:
@@ -71,6 +71,9 @@ def test_deploying_twice_changes_nothing_that_somebody_set_meanwhile(site: Site)
     [
         ("train/train", {"optimizer": {"lrr": 1}}, "'lrr' was unexpected"),
         ("train/train", {"optimizer": {"lr": -1}}, "less than or equal to the minimum"),
+        ("train/train", {"optimizer": {"decay_steps": 0}}, "less than or equal to the minimum"),
+        ("train/train", {"reward": {"name": "exat"}}, "'exat' does not match"),
+        ("train/tiny", {"rollout": {"shards": 1}}, "'max_new_tokens' is a required property"),
         ("train/train", {"optimizer": {"schedule": "cosin"}}, "not one of"),
         ("train/train", {"model": {"path": 3}}, "not of type 'string'"),
         ("train/train", {"stepz": 3}, "'stepz' was unexpected"),

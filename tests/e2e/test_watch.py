@@ -73,7 +73,7 @@ def test_the_graph_of_a_run_has_the_edges_of_the_loop_and_no_other(watched: Watc
     assert found["iteration / step-1"] == {"iteration / step-0"}
     assert found["iteration / step-0"] == set()
     after = {name: parents for name, parents in found.items() if name.startswith("evaluate-")}
-    assert list(after.values()) == [set(), {"iteration / step-0"}, {"iteration / step-1"}]
+    assert list(after.values()) == [set()] * 3, "Prefect's pages show no task that waits for a flow"
 
 
 def test_the_graph_of_a_step_is_the_dag(watched: Watched) -> None:
@@ -132,7 +132,8 @@ def test_the_page_shows_where_the_run_stands(watched: Watched) -> None:
     assert "![reward by step](data:image/svg+xml;base64," in reward["data"]
     rows = json.loads(samples["data"])
     assert {row["kind"] for row in rows} == {"worst", "best"}
-    assert rows[0]["see it"].startswith("milepost show Watched --sample 000002-")
+    assert rows[0]["sample"].startswith("`000002-") and rows[0]["prompt"] and rows[0]["label"]
+    assert "milepost show Watched --root" in samples["description"]
 
 
 def test_the_terminal_shows_the_same(watched: Watched) -> None:
