@@ -24,7 +24,7 @@ from milepost.tasks.reward_choice import RewardChoice
 class Baseline:
     """What an evaluation is compared with; one that is not finished is made by `plan`, or goes on without one.
 
-    `name` names it later, too, when there are newer checkpoints. `lacks` are the sets that only the other one has.
+    `name` names it later, too, when there are newer checkpoints. `lacks` are the sets that it has no scores of.
     """
 
     folder: RunFolder

@@ -32,11 +32,11 @@ def test_a_rank_without_samples_computes_one_padding_token() -> None:
 
 def test_packed_attention_is_the_attention_of_each_sample_alone() -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(9, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     together = packed_padded(query, key, value, boundaries([4, 2, 3], CPU))
     parts = zip(*(tensor.split([4, 2, 3]) for tensor in (query, key, value)), strict=True)
     alone = torch.cat([causal(*(tensor.unsqueeze(1) for tensor in part)).squeeze(1) for part in parts])
-    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(together, alone, atol=1e-12, rtol=0)
     weights = torch.randn_like(alone)
     found, wanted = (torch.autograd.grad((out * weights).sum(), (query, key, value)) for out in (together, alone))
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
