@@ -1,4 +1,4 @@
-"""Cancel on the page of a flow run that no worker ends: one of the command line, or one whose worker was killed.
+"""Cancel of a flow run that no worker ends: its worker was killed, lost its server for a while, or there is none.
 
 A worker that lives ends the process of its flow run by SIGTERM, at once, so a run looks twice before it ends itself.
 """

@@ -10,12 +10,11 @@ from rich.text import Text
 
 from milepost.flows.run_status import AT_WORK, QUEUED, run_status
 from milepost.storage import lease, runs
-from milepost.storage.process_logs import Entry, Tail, replaced
+from milepost.storage.process_logs import STOPS, Entry, Tail, replaced
 from milepost.storage.registry import nearest
 from milepost.storage.runs import RunFolder
 
 POLL_SECONDS = 0.5
-STOPS = "the run stops: "  # how flows/run_logs.py begins the last word of a run that does not come to its end
 GRACE_SECONDS = 3.0  # in which the next attempt at a run may begin
 LEVELS = ("debug", "info", "warning", "error")
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}

@@ -15,7 +15,7 @@ from milepost.engines.actor_logs import logs_in
 from milepost.flows.failure import sentence
 from milepost.flows.outcome import signal_in
 from milepost.flows.polling import polled
-from milepost.storage.process_logs import SAID, Entry, Tail, log_handler
+from milepost.storage.process_logs import SAID, STOPS, Entry, Tail, log_handler
 from milepost.storage.runs import RunFolder
 
 POLL_SECONDS = 1.0
@@ -37,9 +37,9 @@ def logged(folder: RunFolder, flow_run_id: str) -> Iterator[None]:
         except BaseException as error:  # also Ctrl-C and a cancellation; whoever started the run tells people
             reason = signal_in(error) or error
             if isinstance(reason, Exception):
-                SAID.error("the run stops: %s", sentence(reason))
+                SAID.error("%s%s", STOPS, sentence(reason))
             else:
-                SAID.info("the run stops: it was %s", "suspended" if isinstance(reason, Pause) else "told to")
+                SAID.info("%sit was %s", STOPS, "suspended" if isinstance(reason, Pause) else "told to")
             raise
 
 

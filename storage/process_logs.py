@@ -22,6 +22,9 @@ LONGEST_BYTES = 16 * 1024 * 1024
 SAID = logging.getLogger("milepost.said")
 """What a person has been told on the terminal already, and is not told there again."""
 
+STOPS = "the run stops: "
+"""How the last word of a run begins that does not come to its end."""
+
 _OWN = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) ([\w.-]+): (.*)", re.DOTALL)
 _SGLANG = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] (.*)", re.DOTALL)
 _BAD = re.compile(
