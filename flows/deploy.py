@@ -31,6 +31,8 @@ from prefect.workers.process import ProcessWorker
 from milepost.flows.automations import cron_schedule, ensure_alert, ensure_evaluation, kept_schedules
 from milepost.flows.engine_slots import machine_slots
 from milepost.flows.form import run_form
+from milepost.flows.left_pending import schedule_again
+from milepost.flows.progress import say
 from milepost.flows.recipe import load_recipe, recipe_path
 from milepost.flows.train import train
 from milepost.storage.parameters import EnginesSection
@@ -76,6 +78,8 @@ def deploy(
             found[deployment.full_name] = deployment.apply(work_pool_name=pool)
             form = run_form(flow, deployment.parameters)
             client.update_deployment(found[deployment.full_name], DeploymentUpdate(parameter_openapi_schema=form))
+        for name in schedule_again(client, pool):
+            say(f"flow run {name!r} was left by a worker that is gone, and is scheduled again")
         _automate(client, found, wishes)
     return found
 

@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psutil
 import pytest
 from prefect.client.schemas import filters
-from prefect.states import Cancelling, Scheduled
+from prefect.states import Cancelling, Pending, Scheduled
 
 from milepost.flows.automations import ensure_evaluation
 from milepost.flows.failure import TERMINATED
+from milepost.flows.left_pending import schedule_again
 from milepost.flows.run_status import run_status
 from milepost.storage import manifest, runs
 from milepost.storage.evaluated import evaluated
@@ -141,6 +143,17 @@ def test_a_run_without_a_worker_ends_by_itself_when_it_is_cancelled(site: Site) 
     assert process.returncode == TERMINATED and "milepost resume typed" in said and "Traceback" not in said
     assert site.state(flow_run.id) == "Cancelled" and site.below(flow_run.id) <= {"Completed", "Cancelled"}
     assert run_status(folder).state == "cancelled" and within(10, lambda: not living(started))
+
+
+@pytest.mark.long
+def test_a_run_that_a_worker_had_taken_and_did_not_begin_is_scheduled_again(site: Site) -> None:
+    client, later = site.client, datetime.now(UTC) + timedelta(hours=1)  # so that no worker takes it now
+    deployment = client.read_deployment_by_name("train/tiny").id
+    flow_run = client.create_flow_run_from_deployment(deployment, state=Scheduled(scheduled_time=later))
+    client.set_flow_run_state(flow_run.id, Pending(name="Submitting"), force=True)
+    assert schedule_again(client, POOL) == [], "its process may be about to begin"
+    assert schedule_again(client, POOL, older_than_seconds=0) == [flow_run.name]
+    site.until(flow_run.id, "Completed")
 
 
 @pytest.mark.long
