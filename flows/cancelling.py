@@ -53,7 +53,7 @@ async def cancel_heard(heard: Heard) -> AsyncIterator[None]:
         yield
     except BaseException:
         if heard.cancelled:
-            await asyncio.to_thread(crashed.mark_cancelled)
+            crashed.mark_cancelled()
         raise
     finally:
         ended.set()

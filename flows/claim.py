@@ -40,8 +40,8 @@ async def claimed(folder: RunFolder, root: str, *, go_on_with: str = "") -> Asyn
             if isinstance(signal_in(error), Pause):
                 api = str(PREFECT_API_URL.value() or "")
                 note(folder.uri, lease.fence, PAUSED, flow_run=str(flow_run.id or ""), api=api)
-                await asyncio.to_thread(crashed.end_suspended)
-            elif await asyncio.to_thread(this_is_cancelling):
+                crashed.end_suspended()
+            elif this_is_cancelling():  # nothing is awaited: the task may be cancelled for good
                 note(folder.uri, lease.fence, CANCELLED)
             raise
 

@@ -141,7 +141,8 @@ def test_a_run_without_a_worker_ends_by_itself_when_it_is_cancelled(site: Site) 
         site.client.set_flow_run_state(flow_run.id, Cancelling())
         said = process.communicate(timeout=45)[1]
     assert process.returncode == TERMINATED and "milepost resume typed" in said and "Traceback" not in said
-    assert site.state(flow_run.id) == "Cancelled" and site.below(flow_run.id) <= {"Completed", "Cancelled"}
+    assert site.state(flow_run.id) == "Cancelled"
+    assert site.below(flow_run.id) <= {"Completed", "Cancelled", "Crashed"}  # where Prefect itself was interrupted
     assert run_status(folder).state == "cancelled" and within(10, lambda: not living(started))
 
 
