@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 async def cancel_heard(heard: Heard) -> AsyncIterator[None]:
     """Cancel the task inside, and say so in `heard`, when its flow run was cancelled and no signal has come of it.
 
-    Flows inside flows end with the outermost, which alone is looked at, and shown as cancelled once its work has ended.
+    For the outermost flow of a process, which is shown as cancelled, with all below it, once its work has ended.
     """
     context, task = FlowRunContext.get(), asyncio.current_task()
-    if context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None:
+    if context is None or context.flow_run is None:
         yield
         return
     assert task is not None

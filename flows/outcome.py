@@ -5,8 +5,8 @@ import functools
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +34,7 @@ class Outcome:
 
 
 _outcome: ContextVar[Outcome] = ContextVar("outcome")
+_is_recorded: ContextVar[bool] = ContextVar("is_recorded")
 
 
 @contextmanager
@@ -52,15 +53,16 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
     @functools.wraps(body)
     async def record(*args: P.args, **kwargs: P.kwargs) -> R:
         outcome = _outcome.get(Outcome())
-        with heard() as sigterm:
+        with _inside() as is_outermost, heard() as sigterm:
             try:
-                async with cancel_heard(sigterm):
+                async with cancel_heard(sigterm) if is_outermost else nullcontext():
                     outcome.result = result = await body(*args, **kwargs)
                 outcome.done = True
-                await until_told()
+                if is_outermost:
+                    await until_told()
             except BaseException as error:  # a cancellation is an outcome too
-                outcome.error = signal_in(error) or _reason(sigterm) or _unheard(error) or error
-                if isinstance(outcome.error, Exception):
+                outcome.error = signal_in(error) or _reason(sigterm) or unheard(error) or error
+                if is_outermost and isinstance(outcome.error, Exception):
                     await until_told()
                 if outcome.error is error:
                     raise
@@ -70,6 +72,16 @@ def recorded(body: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
     return record
 
 
+@contextmanager
+def _inside() -> Iterator[bool]:
+    """Whether no other recorded function is around this one; a step that is not shown runs in its run's own context."""
+    token = _is_recorded.set(True)
+    try:
+        yield token.old_value is Token.MISSING
+    finally:
+        _is_recorded.reset(token)
+
+
 def _reason(heard: Heard) -> BaseException | None:
     """Why the body was cancelled, as Prefect knows it."""
     if heard.came:
@@ -77,7 +89,7 @@ def _reason(heard: Heard) -> BaseException | None:
     return Abort("it was cancelled on its page") if heard.cancelled else None
 
 
-def _unheard(error: BaseException) -> RunFailed | None:
+def unheard(error: BaseException) -> RunFailed | None:
     """What Prefect's console raises when nobody reads it any more: its worker, or a terminal, was killed."""
     return RunFailed(GONE) if isinstance(error, SystemExit) and error.code == 1 else None
 
@@ -86,7 +98,7 @@ async def until_told() -> None:
     """Wait until Prefect can be told how a worker's flow ended, or for long: it would be shown as crashed else."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
-    if flow_run is None or flow_run.deployment_id is None or flow_run.parent_task_run_id is not None:
+    if flow_run is None or flow_run.deployment_id is None:
         return
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not await prefect_answers() and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ from prefect.exceptions import Pause
 
 from milepost.engines.actor_logs import logs_in
 from milepost.flows.failure import sentence
-from milepost.flows.outcome import signal_in
+from milepost.flows.outcome import signal_in, unheard
 from milepost.flows.polling import polled
 from milepost.storage.process_logs import SAID, STOPS, Entry, Tail, log_handler
 from milepost.storage.runs import RunFolder
@@ -35,7 +35,7 @@ def logged(folder: RunFolder, flow_run_id: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:  # also Ctrl-C and a cancellation; whoever started the run tells people
-            reason = signal_in(error) or error
+            reason = signal_in(error) or unheard(error) or error
             if isinstance(reason, Exception):
                 SAID.error("%s%s", STOPS, sentence(reason))
             else:

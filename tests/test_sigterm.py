@@ -9,18 +9,19 @@ import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.engine import capture_sigterm
 
+from milepost.flows import outcome
 from milepost.flows.failure import RunFailed
 from milepost.flows.outcome import recorded, watched
 
 
 def ended(body: Callable[[], Awaitable[None]]) -> BaseException | None:
     """What `body` is recorded to have ended by, under Prefect's own handler."""
-    with capture_sigterm(), watched() as outcome:
+    with capture_sigterm(), watched() as found:
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(BaseException) as raised:
             asyncio.run(recorded(body)())  # type: ignore[arg-type]
-        assert signal.getsignal(signal.SIGTERM) is before and raised.value is outcome.error
-    return outcome.error
+        assert signal.getsignal(signal.SIGTERM) is before and raised.value is found.error
+    return found.error
 
 
 def test_a_console_that_nobody_reads_any_more_is_said_as_such() -> None:
@@ -29,6 +30,26 @@ def test_a_console_that_nobody_reads_any_more_is_said_as_such() -> None:
 
     error = ended(body)
     assert isinstance(error, RunFailed) and "whoever started this process is gone" in str(error)
+
+
+def test_only_the_outermost_of_flows_inside_flows_waits_until_prefect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+
+    async def told() -> None:
+        ends.append("told")
+
+    @recorded
+    async def inner() -> None:
+        ends.append("inner")
+
+    @recorded
+    async def outer() -> None:
+        await inner()
+        ends.append("outer")
+
+    monkeypatch.setattr(outcome, "until_told", told)
+    asyncio.run(outer())
+    assert ends == ["inner", "outer", "told"]
 
 
 def terminate() -> None:
