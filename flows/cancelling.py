@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 
@@ -70,8 +70,8 @@ def is_cancelling(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
 
 
 def this_is_cancelling() -> bool:
-    """Whether Cancel was pressed on the page of the flow run that calls this."""
+    """Whether Cancel was pressed on the page of the flow run that calls this; a busy server is asked again."""
     if flow_run.id is None:
         return False
-    with brief_client() as client:
+    with get_client(sync_client=True) as client:
         return is_cancelling(client, UUID(flow_run.id))

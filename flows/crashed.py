@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
@@ -62,7 +62,7 @@ def end_suspended() -> None:
 def mark_cancelled() -> None:
     """End the flow run that calls this, and its step, as cancelled: it was, and no worker has said so."""
     cancelled = Cancelled(message="it was cancelled, and ended by itself")
-    with _never_stops_a_start(), brief_client() as client:
+    with _never_stops_a_start(), get_client(sync_client=True) as client:  # it may be busy, and nobody else says so
         _end(client, UUID(flow_run.id), cancelled)
 
 
