@@ -130,6 +130,7 @@ def test_a_run_that_is_cancelled_while_it_waits_for_engines_ends_and_takes_none(
     assert site.client.read_global_concurrency_limit_by_name(limit[0]).active_slots == 0
 
 
+@pytest.mark.long
 def test_a_run_without_a_worker_ends_by_itself_when_it_is_cancelled(site: Site) -> None:
     command = [MILEPOST, "train", "--config", "tiny.yaml", "--run", "typed", "--steps", "100000"]
     environment = {**os.environ, "PREFECT_API_URL": str(site.client.api_url)}
