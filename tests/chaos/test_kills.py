@@ -8,7 +8,7 @@ import pytest
 from milepost.storage import manifest
 from tests.chaos.harness import Case, compare, faults, finish, kill_flow_after, kill_in_turn, settings_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("prefect_server")]
 
 FAKE = ["engines.train=fake", "engines.rollout=fake", "checkpoint.every_steps=2"]
 BOUNDARIES = ["0/generate-r0-s001", "2/optimize-r0"]  # all of them in `make chaos`
