@@ -25,8 +25,10 @@ def value_loss(
     values, old = clean(mask, values), clean(mask, old_values).detach()
     wanted = clean(mask, returns).detach()
     free = (values - wanted) ** 2
-    clipped = (old + (values - old).clamp(-value_clip, value_clip) - wanted) ** 2
+    moved = values - old
+    clipped = (old + moved.clamp(-value_clip, value_clip) - wanted) ** 2
     loss = torch.maximum(free, clipped)
     total = aggregate(loss, mask, denominators, aggregation=aggregation, max_length=max_length)
-    share = clean(mask, (clipped > free).to(loss.dtype)).sum() / max(denominators.tokens, 1.0)
+    is_clipped = (moved.abs() > value_clip) & (clipped > free)  # within the bounds only rounding tells the two apart
+    share = clean(mask, is_clipped.to(loss.dtype)).sum() / max(denominators.tokens, 1.0)
     return LossOutputs(total, {"value_loss": total.detach(), "value_clipfrac": share})
